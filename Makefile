@@ -1,0 +1,35 @@
+# `make demo` and `make test` do all the set-up they need.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+
+.PHONY: help install vllm-env check test test-fast demo clean
+
+help:            ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:[^#]*## */\t/' | expand -t 16
+
+$(BIN)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	@touch $@
+
+install: $(BIN)/.installed  ## coterie and its development tools into .venv
+
+vllm-env: install  ## real vLLM for CPUs, with the plugin, into .venv-vllm (or $$COTERIE_VLLM_ENV)
+	$(BIN)/python scripts/vllm_env.py
+
+check: install  ## format, lint, types, import layers
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: vllm-env  ## everything, real vLLM included (under 25 minutes on two cores)
+	$(BIN)/pytest
+
+test-fast: install  ## what needs no vLLM (under 90 s)
+	$(BIN)/pytest -m 'not vllm'
+
+clean:           ## remove what the demo left behind (not the environments)
+	rm -rf .demo build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

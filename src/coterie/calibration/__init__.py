@@ -1,0 +1,1 @@
+"""Offline: collect traces from an engine and fit a profile."""

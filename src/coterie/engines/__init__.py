@@ -1,0 +1,1 @@
+"""What the gateway needs of an engine, and the engines it knows."""

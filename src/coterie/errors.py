@@ -1,0 +1,48 @@
+"""The exceptions that coterie raises.
+
+CoterieError
+├── InputError            a value the user gave is wrong; the message names value, place and remedy
+│   ├── WireError         bytes from another process do not follow their format
+│   ├── TraceError        an activation trace is damaged, alien or inconsistent
+│   ├── ProfileError      a profile is damaged, alien or does not fit what it is used for
+│   └── ConfigError       a flag or configuration key is unknown, missing or out of range
+├── UnsupportedError      an engine, model or layout that coterie does not handle
+├── EngineError           an engine answered wrongly or not at all
+└── NoWorkerError         no worker can take the request now
+"""
+
+
+class CoterieError(Exception):
+    """Base of every error that coterie raises on purpose."""
+
+
+class InputError(CoterieError):
+    """A value given by the user is wrong."""
+
+
+class WireError(InputError):
+    """Bytes from another process do not follow their format."""
+
+
+class TraceError(InputError):
+    """An activation trace is damaged, alien or inconsistent."""
+
+
+class ProfileError(InputError):
+    """A profile is damaged, alien or does not fit what it is used for."""
+
+
+class ConfigError(InputError):
+    """A flag or configuration key is unknown, missing or out of range."""
+
+
+class UnsupportedError(CoterieError):
+    """An engine, model or layout that coterie does not handle."""
+
+
+class EngineError(CoterieError):
+    """An engine answered wrongly or not at all."""
+
+
+class NoWorkerError(CoterieError):
+    """No worker can take the request now."""

@@ -1,0 +1,1 @@
+"""The gateway: one request in, two engine requests out, bytes relayed untouched."""

@@ -1,0 +1,1 @@
+"""Who decodes what: policies that read, one ledger that writes."""

@@ -1,0 +1,61 @@
+"""The one policy protocol, used by the gateway and by every simulation alike.
+
+A policy reads a request and the state of the workers and returns a `Decision`.  It changes nothing
+outside itself: who holds what is written by the ledger alone.  Time and chance are arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import Protocol
+
+import numpy as np
+
+from coterie.core import Decision, RouteRequest, WorkerState
+from coterie.errors import NoWorkerError
+
+
+class Reads(Enum):
+    """What a policy needs to know of a request; the rest is not computed for it."""
+
+    COUNTS = "counts"
+    PROMPT_HASH = "prompt_hash"
+
+
+class Policy(Protocol):
+    """Chooses a worker for a request."""
+
+    @property
+    def name(self) -> str:
+        """Name on the command line and in metrics."""
+        ...
+
+    @property
+    def reads(self) -> frozenset[Reads]:
+        """Parts of the request that the policy looks at."""
+        ...
+
+    def choose(self, request: RouteRequest, workers: Sequence[WorkerState], rng: np.random.Generator) -> Decision:
+        """Choose among `workers`, all available and at least one."""
+        ...
+
+
+def route(policy: Policy, request: RouteRequest, workers: Sequence[WorkerState], rng: np.random.Generator) -> Decision:
+    """Apply `policy` to the available workers.
+
+    Unavailable workers are filtered before the policy sees them, so no policy can fall back to one.
+
+    Raises:
+        NoWorkerError: no worker is available.
+    """
+    available = [worker for worker in workers if worker.available]
+    if not available:
+        names = ", ".join(worker.name for worker in workers) or "none configured"
+        raise NoWorkerError(f"no worker is available ({names})")
+    return policy.choose(request, available, rng)
+
+
+def least_loaded(workers: Sequence[WorkerState]) -> WorkerState:
+    """The worker with the fewest requests in flight; ties go to the least recently assigned."""
+    return min(workers, key=lambda worker: (worker.requests, worker.assigned, worker.name))

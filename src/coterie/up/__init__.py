@@ -1,0 +1,1 @@
+"""Local clusters: start, supervise, show and stop engines and gateway as one."""
