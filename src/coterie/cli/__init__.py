@@ -1,1 +1,53 @@
 """The command line: one file per verb."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Any
+
+import click
+
+from coterie import __version__
+from coterie.errors import CoterieError
+
+_VERBS = {
+    "serve": "run the gateway in front of running engines",
+    "up": "run a local cluster: engines and gateway from one YAML file",
+    "collect": "record which experts a set of prompts uses",
+    "fit": "fit a routing profile from a recorded trace",
+    "demo": "compare policies on a local cluster of real engines",
+}
+
+
+class _Verbs(click.Group):
+    """Imports a verb's module only when that verb runs, so that `--help` is instant."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(_VERBS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _VERBS:
+            return None
+        command = getattr(importlib.import_module(f"coterie.cli.{cmd_name}"), cmd_name)
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(_VERBS.items()))
+
+
+@click.group(cls=_Verbs, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="coterie")
+def _coterie() -> None:
+    """Expert-locality-aware decode routing for disaggregated Mixture-of-Experts serving."""
+
+
+def main(arguments: list[str] | None = None) -> Any:
+    """Run the command line; an expected error is one message on stderr and exit status 1."""
+    try:
+        return _coterie(arguments, prog_name="coterie")
+    except CoterieError as error:
+        click.echo(f"coterie: {error}", err=True)
+        sys.exit(1)
