@@ -5,6 +5,7 @@ CoterieError
 │   ├── WireError         bytes from another process do not follow their format
 │   ├── TraceError        an activation trace is damaged, alien or inconsistent
 │   ├── ProfileError      a profile is damaged, alien or does not fit what it is used for
+│   ├── RequestError      a client's request is malformed
 │   └── ConfigError       a flag or configuration key is unknown, missing or out of range
 ├── UnsupportedError      an engine, model or layout that coterie does not handle
 ├── EngineError           an engine answered wrongly or not at all
@@ -34,6 +35,18 @@ class ProfileError(InputError):
 
 class ConfigError(InputError):
     """A flag or configuration key is unknown, missing or out of range."""
+
+
+class RequestError(InputError):
+    """A client's request is malformed.
+
+    Attributes:
+        param: the field at fault; None where it is the body as a whole.
+    """
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
 
 
 class UnsupportedError(CoterieError):

@@ -1,0 +1,120 @@
+"""What the gateway needs of an engine: pure functions between bytes and values, no sockets.
+
+The gateway owns connections, deadlines and cancellation.  An engine knows which requests its servers
+understand, how the prefill server's reply names the KV it holds, and how to hand that to a decode server.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+
+from coterie.core import ExpertCounts
+
+Fields = dict[str, msgspec.Raw]
+"""A JSON object with its values unread: what coterie does not know passes through byte for byte."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Call:
+    """A client's request, read as far as routing needs.
+
+    Attributes:
+        path: the API path it was posted to.
+        fields: its body, without the fields that clients may not set.
+        stream: whether the client asked for server-sent events.
+        output_tokens: the client's limit on output tokens; None if it gave none.
+        prompt: raw JSON of the prompt or messages.
+        undividable: why the call cannot be split into prefill and decode; None if it can.
+    """
+
+    path: str
+    fields: Fields
+    stream: bool
+    output_tokens: int | None
+    prompt: bytes
+    undividable: str | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Handoff:
+    """What a prefill server's reply says: where the KV waits, and which experts the prompt used.
+
+    Attributes:
+        params: the engine's own transfer parameters, opaque and whole, without coterie's envelopes.
+        prompt_tokens: tokens of the prompt, by the engine's count; 0 where it does not say.
+        envelope: the counts envelope, unread; None where the engine sent none.
+    """
+
+    params: Fields
+    prompt_tokens: int
+    envelope: msgspec.Raw | None
+
+
+class Engine(Protocol):
+    """One engine's dialect of disaggregated serving."""
+
+    @property
+    def paths(self) -> frozenset[str]:
+        """API paths whose requests can be dispatched."""
+        ...
+
+    @property
+    def health_path(self) -> str:
+        """Path that answers 200 when a server can take requests."""
+        ...
+
+    @property
+    def models_path(self) -> str:
+        """Path that lists the models a server has."""
+        ...
+
+    def parse(self, path: str, body: bytes) -> Call:
+        """Read a client's request.
+
+        Raises:
+            RequestError: the body is not a JSON object, or a field that coterie reads has a wrong type.
+        """
+        ...
+
+    def probe(self, model: str) -> Call:
+        """A minimal request for `model`, to see whether a server can do its part."""
+        ...
+
+    def prefill_body(self, call: Call) -> bytes:
+        """Body for the prefill server: compute the prompt's KV and keep it."""
+        ...
+
+    def handoff(self, reply: bytes) -> Handoff:
+        """Read the prefill server's reply.
+
+        Raises:
+            EngineError: the reply is not the engine's, or names no KV to hand over.
+        """
+        ...
+
+    def counts(self, handoff: Handoff) -> ExpertCounts | None:
+        """Experts that the prompt used; None where the engine sent no envelope.
+
+        Raises:
+            WireError: the envelope does not follow its format.
+        """
+        ...
+
+    def decode_body(self, call: Call, handoff: Handoff | None) -> bytes:
+        """Body for the decode server: the client's own fields, and the handoff if there is one."""
+        ...
+
+    def release_body(self, call: Call, handoff: Handoff) -> bytes:
+        """Body for a decode server that makes the prefill server free a handoff nobody will decode."""
+        ...
+
+    def model_ids(self, reply: bytes) -> list[str]:
+        """Names of the models in a reply of `models_path`.
+
+        Raises:
+            EngineError: the reply is not a list of models.
+        """
+        ...

@@ -1,0 +1,235 @@
+"""vLLM with its NIXL connector in pull mode, for `/v1/completions` and `/v1/chat/completions`.
+
+The prefill server gets the client's request with one output token and `do_remote_decode`; its reply names
+the KV blocks it keeps for 30 s (vLLM's `kv_lease_duration`).  A decode server that gets the client's request with that
+name pulls the blocks and continues.  So the decode server can be chosen after the prompt's experts are
+known, which is where routing by experts belongs.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from coterie import wire
+from coterie.core import ExpertCounts
+from coterie.engines.base import Call, Fields, Handoff
+from coterie.errors import EngineError, RequestError, WireError
+
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+
+_PARAMS = "kv_transfer_params"
+_NOT_FOR_CLIENTS = ("kv_transfer_params", "bootstrap_", "routed_")
+"""Fields that steer KV transfer and placement: a client could crash a scheduler with them or read KV of others."""
+
+_NOT_FOR_PREFILL = ("stream_options", "min_tokens", "min_completion_tokens", "max_completion_tokens", "best_of")
+
+_ONE = msgspec.Raw(b"1")
+_TRUE = msgspec.Raw(b"true")
+_FALSE = msgspec.Raw(b"false")
+_ASK_PREFILL = msgspec.Raw(
+    msgspec.json.encode(
+        {
+            "do_remote_decode": True,
+            "do_remote_prefill": False,
+            "remote_engine_id": None,
+            "remote_block_ids": None,
+            "remote_host": None,
+            "remote_port": None,
+        }
+    )
+)
+
+_T = TypeVar("_T")
+_object = msgspec.json.Decoder(Fields)
+_optional_bool = msgspec.json.Decoder(bool | None)
+_optional_int = msgspec.json.Decoder(int | None)
+_optional_str = msgspec.json.Decoder(str | None)
+_prompts = msgspec.json.Decoder(list[msgspec.Raw])
+_encode = msgspec.json.Encoder().encode
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+
+
+class _PrefillReply(msgspec.Struct):
+    kv_transfer_params: Fields | None = None
+    usage: _Usage | None = None
+
+
+class _Model(msgspec.Struct):
+    id: str
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+_prefill_reply = msgspec.json.Decoder(_PrefillReply)
+_models = msgspec.json.Decoder(_Models)
+
+
+def kv_transfer_config(role: Literal["prefill", "decode"], *, kv_buffer_device: str | None = None) -> str:
+    """JSON for vLLM's `--kv-transfer-config`.
+
+    Prefill servers run the counts connector beside NIXL, as children of vLLM's own MultiConnector; decode
+    servers run NIXL alone.  A failed KV read fails the request: it is never answered from wrong KV.
+
+    Args:
+        role: which part the server plays.
+        kv_buffer_device: NIXL's buffer device, such as "cpu"; vLLM's default for the platform if not given.
+    """
+    nixl: dict[str, Any] = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_load_failure_policy": "fail"}
+    if kv_buffer_device is not None:
+        nixl["kv_buffer_device"] = kv_buffer_device
+    if role == "decode":
+        return _encode(nixl).decode()
+    counts = {
+        "kv_connector": "CountsConnector",
+        "kv_role": "kv_both",
+        "kv_connector_module_path": "coterie.vllm_plugin.connector",
+    }
+    both = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "fail",
+        "kv_connector_extra_config": {"connectors": [nixl, counts]},
+    }
+    return _encode(both).decode()
+
+
+class VllmNixl:
+    """The `Engine` of vLLM + NIXL pull."""
+
+    paths = frozenset({COMPLETIONS, CHAT})
+    health_path = "/health"
+    models_path = "/v1/models"
+
+    def parse(self, path: str, body: bytes) -> Call:
+        """Read a client's request; see `Engine.parse`."""
+        fields = _read_object(body)
+        for name in [name for name in fields if name.startswith(_NOT_FOR_CLIENTS)]:
+            del fields[name]
+        _read(fields, "model", _optional_str)
+        stream = _read(fields, "stream", _optional_bool)
+        limits = [_read_limit(fields, name) for name in ("max_completion_tokens", "max_tokens")]
+        limit = next((limit for limit in limits if limit is not None), None)
+        prompt = bytes(fields.get("messages" if path == CHAT else "prompt", b""))
+        return Call(path, fields, bool(stream), limit, prompt, _why_undividable(path, fields, prompt))
+
+    def probe(self, model: str) -> Call:
+        """A one-token completion of a one-word prompt."""
+        return self.parse(COMPLETIONS, _encode({"model": model, "prompt": "Hello", "max_tokens": 1}))
+
+    def prefill_body(self, call: Call) -> bytes:
+        """The client's fields, cut to one output token in one piece, whatever limits the client set."""
+        fields = call.fields.copy()
+        for name in _NOT_FOR_PREFILL:
+            fields.pop(name, None)
+        if "max_completion_tokens" in call.fields:
+            fields["max_completion_tokens"] = _ONE
+        fields["max_tokens"] = _ONE
+        fields["n"] = _ONE
+        fields["stream"] = _FALSE
+        fields[_PARAMS] = _ASK_PREFILL
+        return _encode(fields)
+
+    def handoff(self, reply: bytes) -> Handoff:
+        """Read the prefill server's reply; see `Engine.handoff`."""
+        try:
+            read = _prefill_reply.decode(reply)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise EngineError(f"the prefill reply cannot be read: {error}") from None
+        params = read.kv_transfer_params
+        if not params:
+            raise EngineError(
+                "the prefill reply carries no kv_transfer_params: start the server with --kv-transfer-config "
+                "and a PD connector"
+            )
+        envelope = params.pop(wire.PROMPT_KEY, None)
+        params.pop(wire.OUTPUT_KEY, None)
+        return Handoff(params, read.usage.prompt_tokens if read.usage else 0, envelope)
+
+    def counts(self, handoff: Handoff) -> ExpertCounts | None:
+        """Read the counts envelope; see `Engine.counts`."""
+        if handoff.envelope is None:
+            return None
+        size = len(memoryview(handoff.envelope))
+        if size > wire.MAX_ENVELOPE_BYTES:
+            raise WireError(f"counts envelope: {size} bytes, more than the {wire.MAX_ENVELOPE_BYTES} allowed")
+        return wire.decode_counts(msgspec.json.decode(handoff.envelope))
+
+    def decode_body(self, call: Call, handoff: Handoff | None) -> bytes:
+        """The client's own fields, and the opaque transfer parameters."""
+        if handoff is None:
+            return _encode(call.fields)
+        return _encode({**call.fields, _PARAMS: handoff.params})
+
+    def release_body(self, call: Call, handoff: Handoff) -> bytes:
+        """The real request with one output token: pulling the KV is what makes the prefill server free it."""
+        return _encode({**msgspec.json.decode(self.prefill_body(call), type=Fields), _PARAMS: handoff.params})
+
+    def model_ids(self, reply: bytes) -> list[str]:
+        """Read a reply of `/v1/models`; see `Engine.model_ids`."""
+        try:
+            return [model.id for model in _models.decode(reply).data]
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise EngineError(f"the list of models cannot be read: {error}") from None
+
+
+def _read_object(body: bytes) -> Fields:
+    try:
+        return _object.decode(body)
+    except msgspec.ValidationError as error:
+        raise RequestError(f"the body must be a JSON object: {error}") from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RequestError(f"the body is not valid JSON: {error}") from None
+
+
+def _read(fields: Fields, name: str, decoder: msgspec.json.Decoder[_T]) -> _T | None:
+    raw = fields.get(name)
+    if raw is None:
+        return None
+    try:
+        return decoder.decode(raw)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise RequestError(f"{name}: {error}", name) from None
+
+
+def _read_limit(fields: Fields, name: str) -> int | None:
+    limit = _read(fields, name, _optional_int)
+    if limit is not None and limit < 0:
+        raise RequestError(f"{name}: must not be negative, got {limit}", name)
+    return limit
+
+
+def _why_undividable(path: str, fields: Fields, prompt: bytes) -> str | None:
+    """Requests whose KV one handoff cannot stand for: the decode server computes their prompts itself.
+
+    vLLM's reply names the KV of one sequence, for one consumer.  Prompt log-probabilities exist only where the
+    prompt is computed.
+    """
+    for name in ("n", "best_of"):
+        value = _read(fields, name, _optional_int)
+        if value is not None and value > 1:
+            return f"{name} > 1"
+    if _read(fields, "use_beam_search", _optional_bool):
+        return "beam search"
+    if _read(fields, "prompt_logprobs", _optional_int) is not None:
+        return "prompt_logprobs"
+    if _read(fields, "echo", _optional_bool):
+        return "echo"
+    if path == COMPLETIONS and _several_prompts(prompt):
+        return "several prompts in one request"
+    return None
+
+
+def _several_prompts(prompt: bytes) -> bool:
+    start = prompt[:64].lstrip()
+    # A list that opens with a digit is one prompt of token ids, which may be a million of them.
+    if not start.startswith(b"[") or start[1:].lstrip()[:1].isdigit():
+        return False
+    return len(_prompts.decode(prompt)) > 1
