@@ -1,0 +1,271 @@
+"""A cluster of prefill and decode engines, and their gateway, on this machine.
+
+    with Cluster(config) as cluster:
+        cluster.prefill_urls, cluster.decode_urls, cluster.gateway_url
+
+Start: all engines side by side, then the gateway.  Stop: the reverse.  One thread supervises in between.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import IO, Any
+
+import yaml
+
+from coterie.core import Role
+from coterie.errors import ConfigError, EngineError
+from coterie.up.config import ClusterConfig
+from coterie.up.ports import PortChooser
+from coterie.up.processes import ProcessSpec, State, SupervisedProcess
+from coterie.up.vllm_command import vllm_command, vllm_env
+
+_POLL_S = 0.25
+HOST = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True)
+class MemberStatus:
+    """What `coterie up` shows of one process.
+
+    Attributes:
+        name: unique in the cluster.
+        role: prefill, decode or gateway.
+        url: where it serves.
+        pid: leader of its process group; None while it does not run.
+        state: see `processes.State`.
+        restarts: how often it was started again.
+    """
+
+    name: str
+    role: str
+    url: str
+    pid: int | None
+    state: str
+    restarts: int
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A process of the cluster."""
+
+    role: str
+    url: str
+    process: SupervisedProcess
+
+    def status(self) -> MemberStatus:
+        """A snapshot."""
+        process = self.process
+        return MemberStatus(process.spec.name, self.role, self.url, process.pid, process.state.value, process.restarts)
+
+
+class Cluster:
+    """Engines and gateway of one configuration; a context manager.
+
+    Attributes:
+        config: what it was built from.
+    """
+
+    def __init__(self, config: ClusterConfig) -> None:
+        self.config = config
+        self._members: list[Member] = []
+        self._ports = PortChooser(os.getpid())
+        self._polling = threading.Lock()  # held while members are polled, added or stopped
+        self._closing = threading.Event()
+        self._supervisor = threading.Thread(target=self._supervise, name="coterie-up", daemon=True)
+        self._lock_file: IO[bytes] | None = None
+
+    # --- what is there -------------------------------------------------------------------------------
+
+    @property
+    def prefill_urls(self) -> list[str]:
+        """Base URLs of the prefill engines."""
+        return self._urls("prefill")
+
+    @property
+    def decode_urls(self) -> list[str]:
+        """Base URLs of the decode engines."""
+        return self._urls("decode")
+
+    @property
+    def gateway_url(self) -> str:
+        """Base URL of the newest gateway.
+
+        Raises:
+            ConfigError: the cluster has none.
+        """
+        urls = self._urls("gateway")
+        if not urls:
+            raise ConfigError("this cluster runs no gateway; add `gateway:` to its file")
+        return urls[-1]
+
+    def members(self, role: str | None = None) -> list[Member]:
+        """The processes, in order of their start; of one role, if given."""
+        return [member for member in self._members if role in (None, member.role)]
+
+    def _urls(self, role: str) -> list[str]:
+        return [member.url for member in self.members(role)]
+
+    # --- start ---------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start all processes and wait until they are ready.
+
+        Raises:
+            ConfigError: the engine's environment, a port or the run directory is not usable; nothing was started.
+            EngineError: a process ended or was too slow; the message ends with its log.
+        """
+        self._lock_run_dir()
+        engines = [*self._engines("prefill"), *self._engines("decode")]
+        self._supervisor.start()
+        self._launch(engines)
+        if self.config.gateway is not None:
+            self.start_gateway(self.config.gateway)
+
+    def start_gateway(self, keys: Mapping[str, Any], *, name: str = "gateway") -> Member:
+        """Start a gateway in front of the engines, with these keys of `coterie serve`, and wait until it is ready."""
+        port, admin_port = self._ports.ports(0, 2, "gateway")
+        document = {
+            "host": HOST,
+            "port": port,
+            "admin_port": admin_port,
+            **keys,
+            "prefill": self.prefill_urls,
+            "decode": self.decode_urls,
+        }
+        file = self.config.run_dir / f"{name}.yaml"
+        file.write_text(yaml.safe_dump(document, sort_keys=False), encoding="utf-8")
+        url = f"http://{document['host']}:{document['port']}"
+        command = (sys.executable, "-m", "coterie", "serve", "--config", str(file))
+        member = Member("gateway", url, SupervisedProcess(self._spec(name, command, url, {})))
+        self._launch([member])
+        return member
+
+    def stop_member(self, member: Member) -> None:
+        """Stop one process and forget it."""
+        with self._polling:
+            self._members.remove(member)
+            member.process.stop()
+
+    def _engines(self, role: Role) -> Iterator[Member]:
+        config = self.config
+        pool = config.prefill if role == "prefill" else config.decode
+        http = self._ports.ports(_nth(config.engine_port, role, config), pool.count, "ports: engines")
+        side = self._ports.ports(_nth(config.side_channel_port, role, config), pool.count, "ports: side_channels")
+        for number, (port, side_port) in enumerate(zip(http, side, strict=True)):
+            name, url = f"{role}-{number}", f"http://{HOST}:{port}"
+            command = vllm_command(config, role, HOST, port)
+            env = {**vllm_env(HOST, side_port), **pool.env}
+            yield Member(role, url, SupervisedProcess(self._spec(name, command, url, env)))
+
+    def _spec(self, name: str, command: Sequence[str], url: str, env: Mapping[str, str]) -> ProcessSpec:
+        log = self.config.run_dir / f"{name}.log"
+        log.write_bytes(b"")
+        return ProcessSpec(
+            name=name,
+            command=tuple(command),
+            log=log,
+            ready_url=f"{url}/health",
+            env=env,
+            ready_timeout_s=self.config.ready_timeout_s,
+        )
+
+    def _launch(self, members: Sequence[Member]) -> None:
+        with self._polling:
+            for member in members:
+                member.process.start()
+                self._members.append(member)
+        while any(member.process.state is not State.READY for member in members):
+            self.check()
+            self._closing.wait(_POLL_S)
+
+    def _lock_run_dir(self) -> None:
+        self.config.run_dir.mkdir(parents=True, exist_ok=True)
+        self._lock_file = (self.config.run_dir / "lock").open("wb")
+        try:
+            fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._lock_file.close()
+            raise ConfigError(
+                f"run_dir {self.config.run_dir} is in use by another cluster; stop that one or name another folder"
+            ) from None
+
+    # --- supervision ---------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raise if a process has failed for good.
+
+        Raises:
+            EngineError: naming the process and its problem, with the last lines of its log.
+        """
+        for member in self._members:
+            process = member.process
+            if process.state is State.FAILED:
+                raise EngineError(
+                    f"{process.spec.name} {process.problem}; the end of {process.spec.log}:\n{process.log_tail()}"
+                )
+
+    def wait(self) -> None:
+        """Block until a process has failed for good; see `check`."""
+        while True:
+            self.check()
+            self._closing.wait(_POLL_S)
+
+    def _supervise(self) -> None:
+        while not self._closing.wait(_POLL_S):
+            with self._polling:
+                for member in self._members:
+                    member.process.poll()
+
+    # --- stop ----------------------------------------------------------------------------------------
+
+    def stop(self) -> None:
+        """Stop everything, the last started first; a second Ctrl-C in here kills what is left at once."""
+        try:
+            self._end_supervision()
+            for role in ("gateway", "decode", "prefill"):
+                self._stop_role(role)
+        except KeyboardInterrupt:
+            self.kill()
+        finally:
+            if self._lock_file:
+                self._lock_file.close()
+
+    def kill(self) -> None:
+        """End every process at once."""
+        for member in reversed(self._members):
+            member.process.kill()
+
+    def _stop_role(self, role: str) -> None:
+        members = self.members(role)
+        for member in members:
+            member.process.request_stop()
+        for member in members:
+            member.process.wait_stopped()
+
+    def _end_supervision(self) -> None:
+        self._closing.set()
+        if self._supervisor.is_alive():
+            self._supervisor.join()
+
+    def __enter__(self) -> Cluster:
+        try:
+            self.start()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self.stop()
+
+
+def _nth(first: int, role: Role, config: ClusterConfig) -> int:
+    """First port of a role: decode engines follow the prefill engines; 0 stays 0."""
+    return first + config.prefill.count if first and role == "decode" else first

@@ -1,0 +1,192 @@
+"""The YAML file of a local cluster.
+
+model: ./tiny-moe            # a folder (relative to this file) or a name on a model hub
+served_model_name: tiny
+engine: vllm
+engine_env: ../.venv-vllm    # default: $COTERIE_VLLM_ENV, else .venv-vllm in the current folder
+prefill: {count: 1, args: [], env: {}}
+decode: {count: 2, args: [], env: {}}
+ports: {engines: 0, side_channels: 0}   # first of consecutive ports; 0 takes free ones at start
+run_dir: .coterie            # logs and generated files
+ready_timeout_s: 600
+gateway: {decode_policy: least_load}    # keys of `coterie serve`, without the workers; optional
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from coterie.errors import ConfigError
+
+_MAX_ENGINES = 256
+
+
+@dataclass(frozen=True, slots=True)
+class PoolConfig:
+    """Engines of one role.
+
+    Attributes:
+        count: how many.
+        args: arguments added to the engine's command line, after coterie's own (the last one wins).
+        env: environment variables added for the engine, after coterie's own.
+    """
+
+    count: int
+    args: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterConfig:
+    """A local cluster; the module's docstring shows the file it is read from.
+
+    Attributes:
+        model: folder of the checkpoint, or its name on a model hub.
+        served_model_name: what clients call the model.
+        prefill: the prefill engines, which run the counts plugin.
+        decode: the decode engines, which run the stock connector alone.
+        engine_env: virtual environment of the engine.
+        run_dir: folder for logs and generated files; created, and locked while the cluster runs.
+        engine: the only engine so far is `vllm`.
+        engine_port: first of consecutive HTTP ports; 0 takes free ones.
+        side_channel_port: first of consecutive NIXL side channel ports; 0 takes free ones.
+        ready_timeout_s: the longest that the start of one process may take.
+        gateway: keys of `coterie serve` without the workers; None starts no gateway.
+    """
+
+    model: str
+    served_model_name: str
+    prefill: PoolConfig
+    decode: PoolConfig
+    engine_env: Path
+    run_dir: Path = Path(".coterie")
+    engine: str = "vllm"
+    engine_port: int = 0
+    side_channel_port: int = 0
+    ready_timeout_s: float = 600.0
+    gateway: Mapping[str, Any] | None = None
+
+
+def load_cluster_config(path: Path, *, engine_env: Path) -> ClusterConfig:
+    """Read a cluster file.
+
+    Args:
+        path: the YAML file; paths in it are relative to its folder.
+        engine_env: the engine's virtual environment where the file does not name one.
+
+    Raises:
+        ConfigError: the file cannot be read, or a key is unknown, missing, of the wrong type or out of range.
+    """
+    try:
+        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from None
+    return _Section(document, str(path), base=path.parent).cluster(engine_env)
+
+
+class _Section:
+    """A mapping of the file whose keys are taken one by one; what nobody took is an error."""
+
+    def __init__(self, value: object, where: str, *, base: Path) -> None:
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{where}: expected keys and values, got {value!r}")
+        self._left = dict(value)
+        self._where = where
+        self._base = base
+
+    def cluster(self, engine_env: Path) -> ClusterConfig:
+        ports = self.section("ports", default={})
+        config = ClusterConfig(
+            model=self.model(),
+            served_model_name=self.text("served_model_name"),
+            engine=self.choice("engine", ("vllm",)),
+            prefill=self.section("prefill").pool(),
+            decode=self.section("decode").pool(),
+            engine_env=self.path("engine_env", default=engine_env),
+            run_dir=self.path("run_dir", default=Path(".coterie")),
+            engine_port=ports.number("engines", 0, 65535, default=0),
+            side_channel_port=ports.number("side_channels", 0, 65535, default=0),
+            ready_timeout_s=self.number("ready_timeout_s", 1, 86400, default=600),
+            gateway=self.mapping("gateway"),
+        )
+        ports.finish()
+        self.finish()
+        return config
+
+    def pool(self) -> PoolConfig:
+        pool = PoolConfig(
+            count=self.number("count", 1, _MAX_ENGINES), args=self.texts("args"), env=self.text_mapping("env")
+        )
+        self.finish()
+        return pool
+
+    def finish(self) -> None:
+        if self._left:
+            raise ConfigError(f"{self._where}: unknown key {', '.join(map(repr, self._left))}")
+
+    def take(self, key: str, default: object = None) -> Any:
+        value = self._left.pop(key, default)
+        if value is None:
+            raise ConfigError(f"{self._where}: missing key {key!r}")
+        return value
+
+    def section(self, key: str, default: object = None) -> _Section:
+        return _Section(self.take(key, default), f"{self._where}: {key}", base=self._base)
+
+    def text(self, key: str, default: object = None) -> str:
+        value = self.take(key, default)
+        if not isinstance(value, str) or not value:
+            raise self._wrong(key, "a text", value)
+        return value
+
+    def choice(self, key: str, known: tuple[str, ...]) -> str:
+        value = self.take(key, known[0])
+        if value not in known:
+            raise self._wrong(key, f"one of {', '.join(known)}", value)
+        return str(value)
+
+    def number(self, key: str, least: int, most: int, default: object = None) -> int:
+        value = self.take(key, default)
+        if type(value) is not int or not least <= value <= most:
+            raise self._wrong(key, f"a whole number from {least} to {most}", value)
+        return value
+
+    def path(self, key: str, default: Path) -> Path:
+        if key not in self._left:
+            return default.absolute()
+        return (self._base / self.text(key)).absolute()
+
+    def texts(self, key: str) -> tuple[str, ...]:
+        value = self.take(key, [])
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise self._wrong(key, "a list of texts (quote numbers)", value)
+        return tuple(value)
+
+    def text_mapping(self, key: str) -> Mapping[str, str]:
+        value = self.take(key, {})
+        if not isinstance(value, Mapping) or not all(isinstance(item, str) for pair in value.items() for item in pair):
+            raise self._wrong(key, "names and texts (quote numbers)", value)
+        return value
+
+    def mapping(self, key: str) -> Mapping[str, Any] | None:
+        value = self._left.pop(key, None)
+        if value is not None and not isinstance(value, Mapping):
+            raise self._wrong(key, "keys and values", value)
+        return value
+
+    def model(self) -> str:
+        value = self.text("model")
+        folder = self._base / value
+        if folder.is_dir():
+            return str(folder.absolute())
+        if value.startswith((".", "/")):
+            raise ConfigError(f"{self._where}: model: there is no folder {folder}")
+        return value
+
+    def _wrong(self, key: str, expected: str, value: object) -> ConfigError:
+        return ConfigError(f"{self._where}: {key} must be {expected}, got {value!r}")
