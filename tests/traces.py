@@ -1,0 +1,49 @@
+"""Traces for tests: the recorded counts of the tiny MoE, and small ones made up."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+from coterie.activations import ActivationTrace
+from coterie.core import ExpertCounts, ModelGeometry, prompt_hash
+from coterie.wire import count_ids
+
+FIXTURES = Path(__file__).parent / "fixtures"
+
+
+@cache
+def tiny_moe_trace() -> ActivationTrace:
+    """768 held-out prompts of 256 tokens in 8 domains; 64 tokens of each output were forwarded."""
+    with np.load(FIXTURES / "counts.npz") as file:
+        requests = len(file["domain"])
+        names = [str(name) for name in file["names"]]
+        return ActivationTrace(
+            model="tiny-moe",
+            geometry=ModelGeometry(layers=5, experts=64, top_k=4),
+            prefill=file["prefill"],
+            decode=file["decode"],
+            prefill_tokens=np.full(requests, 256),
+            prefill_covered=np.full(requests, 256),
+            decode_tokens=np.full(requests, 65),
+            decode_covered=np.full(requests, 64),
+            prompt_hashes=tuple(prompt_hash([i]) for i in range(requests)),
+            labels=tuple(names[i] for i in file["domain"]),
+            decode_ids=file["decode_ids"].reshape(-1, 5, 4),
+        )
+
+
+def random_ids(rng: np.random.Generator, tokens: int, geometry: ModelGeometry) -> np.ndarray:
+    """`[tokens, L, top_k]` ids, different within each row."""
+    order = rng.random((tokens, geometry.layers, geometry.experts)).argsort(axis=-1)
+    return order[..., : geometry.top_k].astype(np.uint8)
+
+
+def random_counts(
+    rng: np.random.Generator, tokens: int, geometry: ModelGeometry, *, covered: int | None = None
+) -> ExpertCounts:
+    """Counts of `tokens` tokens, of which `covered` were counted."""
+    covered = tokens if covered is None else covered
+    return ExpertCounts(geometry, count_ids(random_ids(rng, covered, geometry), geometry.experts), tokens, covered)
