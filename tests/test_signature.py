@@ -1,0 +1,121 @@
+from math import log, sqrt
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from coterie.core import ModelGeometry
+from coterie.errors import InputError
+from coterie.signature import SignatureTransform, fit_idf
+
+GEOMETRY = ModelGeometry(layers=3, experts=4, top_k=2)
+SOME_COUNTS = arrays(np.uint16, (5, 3, 4), elements=st.integers(0, 1000))
+EVERY_LAYER = (0, 1, 2)
+
+
+def transform(layers=EVERY_LAYER, idf=None):
+    idf = np.ones((3, 4)) if idf is None else idf
+    return SignatureTransform(GEOMETRY, np.asarray(idf, np.float32), layers)
+
+
+def test_idf_by_hand():
+    counts = np.array([[[5, 1, 0]], [[2, 0, 0]], [[9, 0, 0]]], np.uint16)  # 3 requests, 1 layer, 3 experts
+    # expert 0 used by 3 of 3: ln(4/4) = 0; expert 1 by one: ln(4/2); expert 2 by none: ln(4/1)
+    np.testing.assert_allclose(fit_idf(counts), [[0, log(2), log(4)]], rtol=1e-6)
+
+
+@given(SOME_COUNTS)
+def test_idf_is_never_negative_and_falls_with_use(counts):
+    weights = fit_idf(counts)
+    assert weights.min() >= 0
+    used = (counts > 0).sum(0).ravel()
+    assert (np.diff(weights.ravel()[np.argsort(used)]) <= 0).all()
+
+
+def test_signature_by_hand():
+    idf = np.zeros((3, 4))
+    idf[0, 0], idf[2, 1], idf[2, 3] = 2, 1, 0.5
+    counts = np.zeros((3, 4), np.uint8)
+    counts[0, 0], counts[1, 2], counts[2, 1], counts[2, 3] = 1, 7, 2, 2
+    # kept layers 0 and 2: (1*2, 0, 0, 0, 0, 2*1, 0, 2*0.5) = (2, ..., 2, 0, 1) of length 3
+    signature = transform((0, 2), idf).apply(counts)
+    np.testing.assert_allclose(signature, [2 / 3, 0, 0, 0, 0, 2 / 3, 0, 1 / 3], rtol=1e-6)
+
+
+def test_one_norm_spans_all_layers():
+    counts = np.zeros((3, 4), np.uint8)
+    counts[:, 0] = 6
+    np.testing.assert_allclose(transform().apply(counts)[::4], [1 / sqrt(3)] * 3, rtol=1e-6)
+
+
+@given(SOME_COUNTS, st.sets(st.integers(0, 2), min_size=1))
+def test_rows_are_unit_or_zero_and_many_at_once_equal_one_by_one(counts, layers):
+    chosen = transform(tuple(sorted(layers)), np.arange(12).reshape(3, 4))
+    rows = chosen.apply(counts)
+    assert rows.shape == (5, chosen.dimensions)
+    assert rows.dtype == np.float32
+    for row, one in zip(rows, counts, strict=True):
+        np.testing.assert_array_equal(row, chosen.apply(one))
+        assert np.linalg.norm(row) == pytest.approx(1, abs=1e-6) or not row.any()
+
+
+@given(SOME_COUNTS)
+def test_a_mask_equals_leaving_the_other_layers_out(counts):
+    smaller = SignatureTransform(ModelGeometry(2, 4, 2), np.ones((2, 4), np.float32), (0, 1))
+    np.testing.assert_array_equal(transform((0, 2)).apply(counts), smaller.apply(counts[:, [0, 2]]))
+
+
+def test_counts_are_left_as_they_were():
+    counts = np.ones((3, 4), np.uint16)
+    transform().apply(counts)
+    assert counts.tolist() == np.ones((3, 4)).tolist()
+
+
+def test_a_request_of_worthless_experts_has_a_zero_row():
+    idf = np.zeros((3, 4))
+    idf[0, 0] = 1
+    counts = np.zeros((3, 4), np.uint8)
+    counts[:, 1] = 4
+    assert transform(EVERY_LAYER, idf).apply(counts).tolist() == [0] * 12
+    assert transform(EVERY_LAYER, idf).apply(counts[None]).tolist() == [[0] * 12]
+
+
+def test_counts_of_a_million_token_prompt_keep_their_direction():
+    counts = np.zeros((3, 4), np.uint32)
+    counts[0, :2] = 3_000_000, 4_000_000
+    np.testing.assert_allclose(transform().apply(counts)[:2], [0.6, 0.8], rtol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(4,), (3, 5), (2, 4), (2, 3, 3, 4), (3, 4, 1)])
+def test_counts_of_another_geometry_are_refused(shape):
+    with pytest.raises(InputError, match="are not of 3 layers x 4 experts, top-2"):
+        transform().apply(np.ones(shape, np.uint8))
+
+
+@pytest.mark.parametrize("layers", [(), (1, 0), (0, 0), (0, 3), (-1, 0)])
+def test_layers_must_be_ascending_distinct_and_present(layers):
+    with pytest.raises(InputError, match="are not ascending, distinct and below 3"):
+        transform(layers)
+
+
+@pytest.mark.parametrize(
+    ("idf", "problem"),
+    [
+        (np.ones((2, 4)), "idf has shape"),
+        (np.full((3, 4), np.nan), "negative or not finite"),
+        (np.full((3, 4), -1), "negative or not finite"),
+        (np.zeros((3, 4)), "all idf weights of the kept layers are 0"),
+    ],
+)
+def test_bad_weights_are_refused(idf, problem):
+    with pytest.raises(InputError, match=problem):
+        transform(EVERY_LAYER, idf)
+
+
+def test_weights_of_dropped_layers_alone_are_not_enough():
+    idf = np.zeros((3, 4))
+    idf[1] = 1
+    with pytest.raises(InputError, match="kept layers are 0"):
+        transform((0, 2), idf)
