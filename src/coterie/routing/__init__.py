@@ -1,1 +1,107 @@
 """Who decodes what: policies that read, one ledger that writes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from coterie.activations import ActivationTrace
+from coterie.calibration import Profile
+from coterie.core import WorkerState
+from coterie.errors import ConfigError
+from coterie.routing.domain import Domain
+from coterie.routing.ledger import Lease, LeaseTotals, Ledger
+from coterie.routing.load import LeastLoad, PowerOfTwo, Random, RoundRobin
+from coterie.routing.locality import DEFAULT_TAU, Locality, groups_of
+from coterie.routing.policy import Policy, Reads, route
+from coterie.routing.prefix import PREFIX_BYTES, Prefix
+
+__all__ = [
+    "DECODE_POLICIES",
+    "DEFAULT_TAU",
+    "PREFILL_POLICIES",
+    "PREFIX_BYTES",
+    "Domain",
+    "Lease",
+    "LeaseTotals",
+    "LeastLoad",
+    "Ledger",
+    "Locality",
+    "OnMismatch",
+    "Policy",
+    "PowerOfTwo",
+    "Prefix",
+    "Random",
+    "Reads",
+    "RoundRobin",
+    "groups_of",
+    "make_policy",
+    "route",
+]
+
+LOAD_POLICIES = ("round_robin", "random", "least_load", "power_of_two")
+DECODE_POLICIES = (*LOAD_POLICIES, "domain", "locality")
+PREFILL_POLICIES = (*LOAD_POLICIES, "prefix")
+
+OnMismatch = Literal["error", "load"]
+"""What to do when a profile has another number of centroids than there are decode groups."""
+
+
+def make_policy(
+    name: str,
+    targets: Sequence[WorkerState],
+    *,
+    profile: Profile | None = None,
+    trace: ActivationTrace | None = None,
+    tau: float = DEFAULT_TAU,
+    on_mismatch: OnMismatch = "error",
+) -> Policy:
+    """Make a policy by its name on the command line.
+
+    Args:
+        name: one of `DECODE_POLICIES` or `PREFILL_POLICIES`.
+        targets: all workers that may ever be chosen from, in the gateway's order.
+        profile: needed by `locality`.
+        trace: labelled requests, needed by `domain`.
+        tau: width of the band of `locality`.
+        on_mismatch: `error`, or `load` to route by load alone where the profile has another number of centroids
+            than there are decode groups.
+
+    Raises:
+        ConfigError: the name is unknown, what the policy needs is missing, or tau is out of range.
+        ProfileError: the numbers of centroids and groups differ.
+    """
+    match name:
+        case "round_robin":
+            return RoundRobin()
+        case "random":
+            return Random()
+        case "least_load":
+            return LeastLoad()
+        case "power_of_two":
+            return PowerOfTwo()
+        case "prefix":
+            return Prefix(targets)
+        case "domain":
+            return _make_domain(trace, targets)
+        case "locality":
+            return _make_locality(profile, targets, tau, on_mismatch)
+    known = ", ".join(dict.fromkeys(DECODE_POLICIES + PREFILL_POLICIES))
+    raise ConfigError(f"unknown policy {name!r}; there are {known}")
+
+
+def _make_domain(trace: ActivationTrace | None, targets: Sequence[WorkerState]) -> Policy:
+    if trace is None:
+        raise ConfigError("the policy domain needs a labelled trace; record one with `coterie collect`")
+    return Domain(trace, targets)
+
+
+def _make_locality(
+    profile: Profile | None, targets: Sequence[WorkerState], tau: float, on_mismatch: OnMismatch
+) -> Policy:
+    if profile is None:
+        raise ConfigError("the policy locality needs a profile; make one with `coterie fit` and give it by `--profile`")
+    groups = len(groups_of(targets))
+    if on_mismatch == "load" and profile.clusters != groups:
+        return LeastLoad(f"load only: profile mismatch ({profile.clusters} centroids for {groups} decode groups)")
+    return Locality(profile, targets, tau)
