@@ -76,7 +76,7 @@ class Cluster:
         self.config = config
         self._members: list[Member] = []
         self._ports = PortChooser(os.getpid())
-        self._polling = threading.Lock()  # held while members are polled, added or stopped
+        self._polling = threading.Lock()  # held while members are polled, added or removed
         self._closing = threading.Event()
         self._supervisor = threading.Thread(target=self._supervise, name="coterie-up", daemon=True)
         self._lock_file: IO[bytes] | None = None
@@ -151,7 +151,7 @@ class Cluster:
         """Stop one process and forget it."""
         with self._polling:
             self._members.remove(member)
-            member.process.stop()
+        member.process.stop()
 
     def _engines(self, role: Role) -> Iterator[Member]:
         config = self.config
@@ -179,8 +179,8 @@ class Cluster:
     def _launch(self, members: Sequence[Member]) -> None:
         with self._polling:
             for member in members:
+                self._members.append(member)  # first, so that an interrupted start is stopped too
                 member.process.start()
-                self._members.append(member)
         while any(member.process.state is not State.READY for member in members):
             self.check()
             self._closing.wait(_POLL_S)
@@ -239,6 +239,7 @@ class Cluster:
 
     def kill(self) -> None:
         """End every process at once."""
+        self._end_supervision()
         for member in reversed(self._members):
             member.process.kill()
 

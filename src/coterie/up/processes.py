@@ -135,8 +135,14 @@ class SupervisedProcess:
         elif self.state is State.STARTING:
             self._check_ready()
         elif self.state is State.BACKOFF and self._clock.now() - self._since_s >= self._backoff_s():
-            self.restarts += 1
+            self._start_again()
+
+    def _start_again(self) -> None:
+        self.restarts += 1
+        try:
             self.start()
+        except (EngineError, OSError) as error:
+            self._fail(f"cannot be started again: {error}")
 
     def _check_ready(self) -> None:
         if self._probe(self.spec.ready_url):
