@@ -155,15 +155,17 @@ class Decision:
 
     Attributes:
         worker: name of the chosen target.
-        reason: one short phrase: which rule chose it, and which fallback if any.
+        reason: one short phrase: which rule chose it, and which fallback if any.  One of few: metrics count by it.
         scores: similarity (or other figure of merit, higher is better) of each worker considered, by name.
         candidates: names among which load decided.
+        detail: what is particular to this request, such as the label it gave; for logs.
     """
 
     worker: str
     reason: str
     scores: tuple[tuple[str, float], ...] = ()
     candidates: tuple[str, ...] = ()
+    detail: str = ""
 
 
 Role = Literal["prefill", "decode"]

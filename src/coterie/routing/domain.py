@@ -58,13 +58,13 @@ class Domain:
             return load_only(workers, "no label")
         pool = self._pool_of.get(label)
         if pool is None:
-            return load_only(workers, f"unknown label ({label[:60]})")
+            return load_only(workers, "unknown label", label[:60])
         groups = self._groups.get(pool, frozenset())
         candidates = [worker for worker in workers if worker.group in groups]
         if not candidates:
-            return load_only(workers, f"no worker in the pool ({pool})")
+            return load_only(workers, "no worker in the pool", pool)
         names = tuple(worker.name for worker in candidates)
-        return Decision(least_loaded(candidates).name, f"domain pool ({pool})", candidates=names)
+        return Decision(least_loaded(candidates).name, "domain pool", candidates=names, detail=pool)
 
 
 def pools_of(requests: Mapping[str, int], groups: int) -> dict[str, str]:

@@ -95,11 +95,12 @@ class PowerOfTwo:
         return Decision(least_loaded(drawn).name, "power of two", candidates=names)
 
 
-def load_only(workers: Sequence[WorkerState], why: str) -> Decision:
+def load_only(workers: Sequence[WorkerState], why: str, detail: str = "") -> Decision:
     """The least loaded worker, by a policy that could not apply its own rule.
 
     Args:
         workers: available workers, at least one.
-        why: the missing signal; details in brackets at the end, so that what stands before them can be counted.
+        why: the missing signal, in a fixed phrase.
+        detail: what is particular to this request.
     """
-    return Decision(least_loaded(workers).name, f"load only: {why}")
+    return Decision(least_loaded(workers).name, f"load only: {why}", detail=detail)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from coterie.calibration import Profile
-from coterie.core import Decision, ExpertCounts, RouteRequest, WorkerState
+from coterie.core import Decision, RouteRequest, WorkerState
 from coterie.errors import ConfigError, ProfileError
 from coterie.routing.load import load_only
 from coterie.routing.policy import Reads, least_loaded
@@ -66,9 +66,11 @@ class Locality:
         """Choose the least loaded worker of the groups in the band."""
         counts = request.counts
         if counts is None:
-            return load_only(workers, f"no counts ({request.counts_problem or 'the engine sent none'})")
-        if problem := self._unusable(counts):
-            return load_only(workers, problem)
+            return load_only(workers, "no counts", request.counts_problem or "")
+        if counts.geometry != self._profile.geometry:
+            return load_only(workers, "other geometry", f"{counts.geometry}; profile: {self._profile.geometry}")
+        if not counts.complete:
+            return load_only(workers, "partial counts", f"{counts.covered} of {counts.tokens} prompt tokens")
         signature = self._profile.transform.apply(counts.counts)
         if not signature.any():
             return load_only(workers, "zero signature")
@@ -82,13 +84,6 @@ class Locality:
             scores=tuple((worker.name, score) for worker, score in zip(workers, scores, strict=True)),
             candidates=tuple(worker.name for worker in band),
         )
-
-    def _unusable(self, counts: ExpertCounts) -> str | None:
-        if counts.geometry != self._profile.geometry:
-            return f"other geometry (counts of {counts.geometry}, profile of {self._profile.geometry})"
-        if not counts.complete:
-            return f"partial counts ({counts.covered} of {counts.tokens} prompt tokens)"
-        return None
 
 
 def groups_of(targets: Sequence[WorkerState]) -> tuple[str, ...]:
