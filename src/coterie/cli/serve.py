@@ -1,0 +1,74 @@
+"""`coterie serve`: the gateway in front of running engines."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import typing
+from pathlib import Path
+from typing import Any
+
+import click
+
+from coterie.engines.vllm_nixl import VllmNixl
+from coterie.gateway.config import FIELDS, GatewayConfig, load_config
+from coterie.gateway.server import Serving, run
+
+
+def _option(name: str, hint: Any) -> click.Option:
+    """The flag for one field of the configuration; its default stays with the configuration."""
+    flag = "--" + name.replace("_", "-")
+    text = FIELDS[name].metadata["help"]
+    default = FIELDS[name].default
+    shown = "" if default is None or default == () else f" [default: {default}]"
+    if hint is bool:
+        return click.Option([f"{flag}/--no-{flag[2:]}", name], default=None, help=text + shown)
+    if typing.get_origin(hint) is tuple:
+        return click.Option([flag, name], multiple=True, metavar="URL", help=text)
+    if typing.get_origin(hint) is typing.Literal:
+        return click.Option([flag, name], type=click.Choice(typing.get_args(hint)), help=text + shown)
+    kind = hint if hint in (int, float) else str
+    return click.Option([flag, name], type=kind, help=text + shown)
+
+
+def _serve(config: str | None, **flags: Any) -> None:
+    """Run the gateway in front of running engines.
+
+    Every flag can also be a key of the YAML file given with --config, with underscores for dashes; a flag
+    counts more than the file.
+    """
+    given = {name: value for name, value in flags.items() if value not in (None, ())}
+    settings = load_config(Path(config) if config else None, given)
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    run(settings, VllmNixl(), on_ready=_announce)
+
+
+def _announce(served: Serving) -> None:
+    """One line each: mode, workers, policies, profile, addresses."""
+    gateway = served.gateway
+    config, profile = gateway.config, served.profile
+    click.echo("mode      disaggregated: vLLM with NIXL, decode worker chosen after prefill")
+    for worker in gateway.workers:
+        click.echo(f"worker    {worker.name} {worker.url} {worker.problem or 'available'}")
+    assert gateway.prefill.policy is not None
+    assert gateway.decode.policy is not None
+    click.echo(f"policy    prefill: {gateway.prefill.policy.name}, decode: {gateway.decode.policy.name}")
+    if profile is not None:
+        click.echo(f"profile   {config.profile}: {profile.model}, {profile.geometry}, {profile.clusters} centroids")
+    else:
+        click.echo("profile   none")
+    click.echo(f"serving   {served.url}")
+    click.echo(f"admin     {served.admin_url}/metrics /workers /decisions /config /health")
+
+
+_hints = typing.get_type_hints(GatewayConfig)
+serve = click.Command(
+    "serve",
+    callback=_serve,
+    help=_serve.__doc__,
+    params=[
+        click.Option(["--config"], metavar="FILE", help="YAML file with these settings."),
+        *(_option(name, _hints[name]) for name in FIELDS),
+    ],
+)

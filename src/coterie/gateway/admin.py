@@ -1,0 +1,78 @@
+"""The admin side: health, metrics, workers, decisions and configuration, on a port of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import uvicorn
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from coterie.gateway.gateway import Gateway
+from coterie.gateway.workers import Fleet
+
+
+def admin_app(gateway: Gateway) -> Starlette:
+    """The admin side as an ASGI application; it reads the gateway and changes nothing."""
+
+    async def health(_: Request) -> Response:
+        return JSONResponse({"status": "ok" if gateway.ready else "unavailable"}, 200 if gateway.ready else 503)
+
+    async def metrics(_: Request) -> Response:
+        return Response(generate_latest(gateway.metrics.registry), headers={"content-type": CONTENT_TYPE_LATEST})
+
+    async def workers(_: Request) -> Response:
+        return JSONResponse({"workers": [*_rows(gateway.prefill), *_rows(gateway.decode)]})
+
+    async def decisions(_: Request) -> Response:
+        return JSONResponse({"decisions": gateway.dispatcher.decisions.entries()})
+
+    async def config(_: Request) -> Response:
+        return JSONResponse(
+            {**dataclasses.asdict(gateway.config), "decode_policy": gateway.config.resolved_decode_policy}
+        )
+
+    endpoints = (health, metrics, workers, decisions, config)
+    return Starlette(routes=[Route(f"/{endpoint.__name__}", endpoint) for endpoint in endpoints])
+
+
+def _rows(fleet: Fleet) -> Iterator[dict[str, Any]]:
+    for state in fleet.ledger.states():
+        worker = fleet.workers[state.name]
+        yield {
+            "name": state.name,
+            "role": fleet.role,
+            "url": worker.url,
+            "available": state.available,
+            "problem": worker.problem,
+            "requests": state.requests,
+            "tokens": state.tokens,
+            "connections": len(worker.pool.connections),
+        }
+
+
+class AdminServer(uvicorn.Server):
+    """Serves the admin side in the gateway's loop, and leaves the process's signals alone."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        super().__init__(
+            uvicorn.Config(
+                admin_app(gateway),
+                log_config=None,
+                access_log=False,
+                lifespan="off",
+                loop="none",
+                timeout_graceful_shutdown=1,
+            )
+        )
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Overridden: the gateway handles signals."""
+        yield

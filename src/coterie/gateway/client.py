@@ -1,0 +1,384 @@
+"""The client side: one connection, its requests one after another, and the reply to each."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Protocol, cast
+
+import httptools
+
+from coterie.gateway.http1 import MAX_HEAD_BYTES, Header, error_body, response_head
+
+MAX_PIPELINED_BYTES = 64 << 10
+_DRAIN_S = 5.0
+_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+
+
+@dataclass(slots=True)
+class Request:
+    """A client's request; header names in lower case.
+
+    Attributes:
+        method: such as "POST".
+        target: path and query, as sent.
+        headers: all headers, in order.
+        body: the whole body, without framing.
+        keep_alive: whether the client expects another request on the connection.
+        http10: whether the client speaks HTTP/1.0, which has no chunks.
+        arrived_s: when it was complete, on the loop's clock.
+    """
+
+    method: str = ""
+    target: bytes = b""
+    headers: list[Header] = field(default_factory=list)
+    body: bytes = b""
+    keep_alive: bool = True
+    http10: bool = False
+    arrived_s: float = 0.0
+
+    @property
+    def path(self) -> str:
+        """The target without its query."""
+        return self.target.partition(b"?")[0].decode("latin-1")
+
+    def header(self, name: bytes) -> bytes | None:
+        """Value of the first header called `name`, which is in lower case."""
+        return next((value for key, value in self.headers if key == name), None)
+
+
+@dataclass(frozen=True, slots=True)
+class ClientLimits:
+    """Bounds on what a client may send, and how slowly.
+
+    Attributes:
+        body_bytes: largest request body.
+        request_s: seconds from a request's first byte to its last.
+        idle_s: seconds that an idle connection is kept.
+        stall_s: seconds for which a client may refuse to take more of its reply.
+    """
+
+    body_bytes: int = 64 << 20
+    request_s: float = 60.0
+    idle_s: float = 75.0
+    stall_s: float = 60.0
+
+
+class Watcher(Protocol):
+    """Wants to know whether a client keeps up."""
+
+    def on_full(self) -> None:
+        """The client does not keep up."""
+        ...
+
+    def on_drained(self) -> None:
+        """The client has caught up."""
+        ...
+
+
+Handler = Callable[[Request, "Reply"], Coroutine[Any, Any, None]]
+
+
+class Reply:
+    """Writes the reply to one request.
+
+    Attributes:
+        request: what is answered.
+        status: status sent; 0 before the head is sent.
+    """
+
+    __slots__ = ("_connection", "_watcher", "request", "status")
+
+    def __init__(self, request: Request, connection: ClientConnection) -> None:
+        self.request = request
+        self.status = 0
+        self._watcher: Watcher | None = None
+        self._connection = connection
+
+    def watch(self, watcher: Watcher | None) -> None:
+        """Tell `watcher` when the client stops keeping up and when it has caught up."""
+        self._watcher = watcher
+        if watcher is not None and self._connection.full:
+            watcher.on_full()
+
+    def notify(self, *, full: bool) -> None:
+        """Called by the connection."""
+        if self._watcher is not None:
+            (self._watcher.on_full if full else self._watcher.on_drained)()
+
+    def start(self, status: int, headers: Iterable[Header], *, framed: bool = True) -> None:
+        """Send the head.
+
+        Args:
+            status: HTTP status.
+            headers: headers, those of the body's framing included.
+            framed: whether they tell where the body ends; if not, the connection's end will.
+        """
+        self.status = status
+        if not framed:
+            self.request.keep_alive = False
+        closing = () if self.request.keep_alive else ((b"connection", b"close"),)
+        self.write(response_head(status, (*headers, *closing)))
+
+    def write(self, data: bytes) -> None:
+        """Send bytes of the body, framing included."""
+        self._connection.write(data)
+
+    def send(self, status: int, headers: Iterable[Header], body: bytes) -> None:
+        """Send a complete reply."""
+        self.start(status, (*headers, (b"content-length", b"%d" % len(body))))
+        self.write(body)
+
+    def send_error(
+        self, status: int, message: str, kind: str, headers: Iterable[Header] = (), **details: str | None
+    ) -> None:
+        """Send an error in the shape of OpenAI's API; see `http1.error_body`."""
+        headers = ((b"content-type", b"application/json"), *headers)
+        self.send(status, headers, error_body(message, kind, **details))
+
+    def abort(self) -> None:
+        """Cut the connection: the only honest end of a reply that cannot be completed."""
+        self._connection.abort()
+
+
+class ClientConnection(asyncio.Protocol):
+    """One client's connection.
+
+    Reading goes on while a request is in flight, since that is how a client's leaving is noticed; it stops
+    when more than `MAX_PIPELINED_BYTES` of further requests have come.
+
+    Attributes:
+        deadline: when the present wait for the client is over, on the loop's clock.
+        full: whether the client does not keep up with its reply.
+    """
+
+    __slots__ = (
+        "_body", "_body_size", "_closed", "_draining", "_handler", "_head_size", "_in_head", "_limits", "_loop",
+        "_next", "_parser", "_registry", "_reply", "_task", "_transport", "_waiting", "_waiting_size", "deadline",
+        "full",
+    )  # fmt: skip
+
+    def __init__(
+        self, handler: Handler, limits: ClientLimits, registry: set[ClientConnection], loop: asyncio.AbstractEventLoop
+    ) -> None:
+        self.deadline = math.inf
+        self.full = False
+        self._handler = handler
+        self._limits = limits
+        self._registry = registry
+        self._loop = loop
+        self._transport: asyncio.Transport | None = None
+        self._parser: Any = httptools.HttpRequestParser(self)
+        self._task: asyncio.Task[None] | None = None
+        self._reply: Reply | None = None
+        self._waiting: deque[Request] = deque()
+        self._waiting_size = 0
+        self._draining = False
+        self._closed = False
+        self._start_message()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request is in flight."""
+        return self._task is not None
+
+    # --- asyncio.Protocol ---
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """See `asyncio.Protocol`."""
+        self._transport = cast("asyncio.Transport", transport)
+        self._registry.add(self)
+        self.deadline = self._loop.time() + self._limits.idle_s
+
+    def data_received(self, data: bytes) -> None:
+        """See `asyncio.Protocol`."""
+        if self._draining:
+            return
+        try:
+            self._feed(data)
+        except _RefusedError as refused:
+            self._refuse(refused)
+        self._limit_pipelining()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See `asyncio.Protocol`."""
+        self._closed = True
+        self._registry.discard(self)
+        self._waiting.clear()
+        if self._task is not None:
+            self._task.cancel()
+
+    def pause_writing(self) -> None:
+        """See `asyncio.Protocol`."""
+        self.full = True
+        self.deadline = self._loop.time() + self._limits.stall_s
+        if self._reply is not None:
+            self._reply.notify(full=True)
+
+    def resume_writing(self) -> None:
+        """See `asyncio.Protocol`."""
+        self.full = False
+        self.deadline = math.inf if self.busy else self._loop.time() + self._limits.idle_s
+        if self._reply is not None:
+            self._reply.notify(full=False)
+
+    # --- what the reply and the server do ---
+
+    def write(self, data: bytes) -> None:
+        """Send bytes to the client, if it is still there."""
+        if not self._closed:
+            assert self._transport is not None
+            self._transport.write(data)
+
+    def abort(self) -> None:
+        """Cut the connection."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    def expire(self) -> None:
+        """The deadline has passed."""
+        if self._next.method and not self.busy and not self._draining:
+            self._refuse(_RefusedError(408, "the request did not arrive in time"))
+        else:
+            self.abort()
+
+    def shut(self) -> None:
+        """Take no further request; close now if none is in flight."""
+        self._waiting.clear()
+        if self._reply is not None:
+            self._reply.request.keep_alive = False
+        elif self._transport is not None and not self._draining:
+            self._transport.close()
+
+    # --- parsing ---
+
+    def _start_message(self) -> None:
+        self._next = Request()
+        self._body: list[bytes] = []
+        self._body_size = 0
+        self._head_size = 0
+        self._in_head = True
+
+    def _feed(self, data: bytes) -> None:
+        if self._in_head:
+            self._head_size += len(data)
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            # The request itself is complete; the offer to speak another protocol is declined by ignoring it.
+            self._parser = httptools.HttpRequestParser(self)
+            self._feed(data[upgrade.args[0] :])
+        except httptools.HttpParserCallbackError as error:
+            raise error.__context__ or error from None
+        except httptools.HttpParserError as error:
+            raise _RefusedError(400, f"not an HTTP/1.1 request: {error}") from None
+        if self._in_head and self._head_size > MAX_HEAD_BYTES:
+            raise _RefusedError(431, f"the headers are larger than {MAX_HEAD_BYTES} bytes")
+
+    def on_message_begin(self) -> None:
+        """Called by the parser."""
+        self._start_message()
+        if not self.busy:
+            self.deadline = self._loop.time() + self._limits.request_s
+
+    def on_url(self, url: bytes) -> None:
+        """Called by the parser."""
+        self._next.target += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Called by the parser."""
+        self._next.headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        """Called by the parser."""
+        request = self._next
+        request.method = self._parser.get_method().decode("ascii")
+        request.http10 = self._parser.get_http_version() == "1.0"
+        self._in_head = False
+        if sum(len(name) + len(value) + 4 for name, value in request.headers) > MAX_HEAD_BYTES:
+            raise _RefusedError(431, f"the headers are larger than {MAX_HEAD_BYTES} bytes")
+        self._check_body_size(int(request.header(b"content-length") or 0))
+        if not self.busy and (request.header(b"expect") or b"").lower() == b"100-continue":
+            self.write(_CONTINUE)
+
+    def on_body(self, data: bytes) -> None:
+        """Called by the parser."""
+        self._body_size += len(data)
+        self._check_body_size(self._body_size)
+        self._body.append(data)
+
+    def on_message_complete(self) -> None:
+        """Called by the parser."""
+        request = self._next
+        request.body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
+        request.keep_alive = self._parser.should_keep_alive()
+        self._start_message()
+        if self.busy:
+            self._waiting.append(request)
+            self._waiting_size += len(request.body)
+        else:
+            self._begin(request)
+
+    def _check_body_size(self, size: int) -> None:
+        if size > self._limits.body_bytes:
+            raise _RefusedError(413, f"the body is larger than {self._limits.body_bytes} bytes")
+
+    def _limit_pipelining(self) -> None:
+        if self._waiting and self._waiting_size + len(self._waiting) * 1024 > MAX_PIPELINED_BYTES:
+            assert self._transport is not None
+            self._transport.pause_reading()
+
+    # --- one request after another ---
+
+    def _begin(self, request: Request) -> None:
+        self.deadline = math.inf
+        request.arrived_s = self._loop.time()
+        self._reply = Reply(request, self)
+        self._task = self._loop.create_task(self._handler(request, self._reply))
+        self._task.add_done_callback(self._end)
+
+    def _end(self, task: asyncio.Task[None]) -> None:
+        reply, self._reply, self._task = self._reply, None, None
+        assert reply is not None
+        if self._closed:
+            return
+        assert self._transport is not None
+        if task.cancelled() or task.exception() is not None:
+            self.abort()
+        elif not reply.request.keep_alive:
+            self._transport.close()
+            self.deadline = self._loop.time() + self._limits.stall_s  # what is written may still have to drain
+        elif self._waiting:
+            request = self._waiting.popleft()
+            self._waiting_size -= len(request.body)
+            self._begin(request)
+        else:
+            self._transport.resume_reading()
+            self.deadline = self._loop.time() + self._limits.idle_s
+
+    def _refuse(self, refused: _RefusedError) -> None:
+        """Answer a request that cannot be read on, then let what the client still sends run out.
+
+        Closing at once would reset the connection, and the client would never see why.
+        """
+        self._draining = True
+        self._waiting.clear()
+        if self.busy:
+            self.shut()  # the reply in flight goes first, and is the last
+            return
+        assert self._transport is not None
+        reply = Reply(Request(keep_alive=False), self)
+        reply.send_error(refused.status, str(refused), "invalid_request_error")
+        self._transport.write_eof()
+        self.deadline = self._loop.time() + _DRAIN_S
+
+
+class _RefusedError(Exception):
+    """A request that cannot be read to its end."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status

@@ -1,0 +1,116 @@
+"""The gateway's configuration: one frozen value; the same names as flags and as YAML keys."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import yaml
+
+from coterie.errors import ConfigError
+from coterie.gateway.pool import split_url
+
+MAX_CONFIG_BYTES = 1 << 20
+
+
+def _option(default: Any, text: str) -> Any:
+    return dataclasses.field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayConfig:
+    """What `coterie serve` needs to know.  Each field's help text is its documentation."""
+
+    prefill: tuple[str, ...] = _option((), "URL of a prefill worker; repeat for each.")
+    decode: tuple[str, ...] = _option((), "URL of a decode worker; repeat for each.")
+    prefill_policy: str = _option("prefix", "How prefill workers are chosen.")
+    decode_policy: str | None = _option(
+        None, "How decode workers are chosen; locality if --profile is given, else least_load."
+    )
+    profile: str | None = _option(None, "Routing profile, as written by `coterie fit`.")
+    trace: str | None = _option(None, "Labelled activation trace, for --decode-policy domain.")
+    tau: float = _option(0.1, "Width of the locality band: similarity to give up for a less loaded worker.")
+    on_mismatch: Literal["error", "load"] = _option(
+        "error", "Profile that does not fit the workers: refuse to start, or route by load only."
+    )
+    host: str = _option("127.0.0.1", "Address to serve clients on.")
+    port: int = _option(8000, "Port to serve clients on.")
+    admin_host: str = _option("127.0.0.1", "Address of the admin side (metrics, workers, decisions).")
+    admin_port: int = _option(8001, "Port of the admin side.")
+    seed: int = _option(0, "Seed of the policies' random choices.")
+    default_output_tokens: int = _option(256, "Output tokens to expect of a request that sets no limit.")
+    keep_decisions: int = _option(256, "Decisions kept for the admin side.")
+    log_requests: bool = _option(True, "Log one line per request; never its content.")
+    startup_timeout_s: float = _option(60.0, "How long to wait for a worker of each role at start.")
+    shutdown_grace_s: float = _option(30.0, "How long running requests may go on after SIGTERM.")
+    connect_timeout_s: float = _option(5.0, "How long a worker may take to accept a connection.")
+    prefill_timeout_s: float = _option(300.0, "How long a prefill worker may take to answer.")
+    first_byte_timeout_s: float = _option(300.0, "How long a decode worker may take to begin its answer.")
+    idle_timeout_s: float = _option(120.0, "How long a worker may pause within an answer.")
+    keep_idle_s: float = _option(4.0, "How long idle worker connections are kept; less than workers keep them.")
+    health_interval_s: float = _option(5.0, "Time between two health checks of a worker.")
+    health_timeout_s: float = _option(5.0, "How long a health check may take.")
+    max_body_bytes: int = _option(64 << 20, "Largest request body; larger ones get 413.")
+    client_request_timeout_s: float = _option(60.0, "How long a client may take to send a request.")
+    client_idle_timeout_s: float = _option(75.0, "How long an idle client connection is kept.")
+    client_stall_timeout_s: float = _option(60.0, "How long a client may refuse to take more of its answer.")
+
+    def __post_init__(self) -> None:
+        for role, urls in (("prefill", self.prefill), ("decode", self.decode)):
+            _check_urls(role, urls)
+        for name, value in dataclasses.asdict(self).items():
+            if name.endswith(("_s", "_bytes", "_tokens")) and not 0 < value < float("inf"):
+                raise ConfigError(f"{name}: must be a positive number, got {value!r}")
+        for name in ("port", "admin_port"):
+            if not 0 <= getattr(self, name) <= 65535:
+                raise ConfigError(f"{name}: must be from 0 to 65535, got {getattr(self, name)}")
+        if self.keep_decisions < 0 or self.seed < 0:
+            raise ConfigError(f"keep_decisions and seed must not be negative, got {self.keep_decisions}, {self.seed}")
+
+    @property
+    def resolved_decode_policy(self) -> str:
+        """The decode policy in effect."""
+        return self.decode_policy or ("locality" if self.profile else "least_load")
+
+
+FIELDS = {field.name: field for field in dataclasses.fields(GatewayConfig)}
+
+
+def _check_urls(role: str, urls: tuple[str, ...]) -> None:
+    if not urls:
+        raise ConfigError(f"{role}: no worker given; add --{role} http://HOST:PORT")
+    addresses = [split_url(url) for url in urls]
+    for url, address in zip(urls, addresses, strict=True):
+        if addresses.count(address) > 1:
+            raise ConfigError(f"{role}: {url} is given twice")
+
+
+def load_config(file: Path | None, flags: Mapping[str, Any]) -> GatewayConfig:
+    """Build the configuration: a flag counts more than the file, the file more than the default.
+
+    Raises:
+        ConfigError: the file cannot be read, or a key or value is wrong.
+    """
+    values = {**(_read_yaml(file) if file else {}), **flags}
+    if unknown := sorted(values.keys() - FIELDS):
+        raise ConfigError(f"{file}: unknown keys {', '.join(unknown)}; known are {', '.join(FIELDS)}")
+    try:
+        return msgspec.convert(values, GatewayConfig)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{file or 'flags'}: {error}") from None
+
+
+def _read_yaml(file: Path) -> dict[str, Any]:
+    try:
+        if file.stat().st_size > MAX_CONFIG_BYTES:
+            raise ConfigError(f"{file}: larger than {MAX_CONFIG_BYTES} bytes")
+        values = yaml.safe_load(file.read_text("utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{file}: {error}") from None
+    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
+        raise ConfigError(f"{file}: expected a mapping of settings")
+    return values

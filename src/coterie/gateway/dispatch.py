@@ -1,0 +1,249 @@
+"""One request's life: prefill, handoff, choice, decode."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import msgspec
+
+from coterie.core import ExpertCounts, RouteRequest, prompt_hash
+from coterie.engines.base import Call, Engine, Handoff
+from coterie.errors import CoterieError, EngineError, NoWorkerError, RequestError, WireError
+from coterie.gateway.client import Reply
+from coterie.gateway.config import GatewayConfig
+from coterie.gateway.http1 import Header, end_to_end
+from coterie.gateway.journey import REQUEST_ID, DecisionLog, Journey, domain
+from coterie.gateway.metrics import Metrics
+from coterie.gateway.stream import Relay
+from coterie.gateway.upstream import Collected, Patience, UpstreamError
+from coterie.gateway.workers import Fleet, Worker
+from coterie.routing import Reads
+
+PREFIX_BYTES = 1024
+"""How much of the prompt's JSON is the key of prefix-aware routing: a few hundred tokens, a system prompt's length."""
+
+MAX_PREFILL_REPLY_BYTES = 64 << 20
+
+_log = logging.getLogger("coterie.gateway")
+_replaced = frozenset({b"content-length", REQUEST_ID})
+
+
+class Dispatcher:
+    """Takes requests through prefill and decode.
+
+    Attributes:
+        decisions: the last decode decisions.
+        background: releases of handoffs under way.
+    """
+
+    def __init__(self, engine: Engine, prefill: Fleet, decode: Fleet, config: GatewayConfig, metrics: Metrics) -> None:
+        self.decisions = DecisionLog(config.keep_decisions)
+        self.background: set[asyncio.Task[None]] = set()
+        self._engine = engine
+        self._prefill = prefill
+        self._decode = decode
+        self._config = config
+        self._metrics = metrics
+        self._prefill_patience = Patience(config.prefill_timeout_s, config.idle_timeout_s)
+        self._decode_patience = Patience(config.first_byte_timeout_s, config.idle_timeout_s)
+        self._loop = asyncio.get_running_loop()
+
+    async def dispatch(self, journey: Journey) -> None:
+        """Serve one request.  Being cancelled means that the client has left.
+
+        Raises:
+            RequestError: the client's request is malformed.
+            NoWorkerError: no worker of a role is available.
+            UpstreamError: a worker could not be talked to; the reply may have begun.
+            EngineError: a worker's reply makes no sense.
+        """
+        call = self._engine.parse(journey.request.path, journey.request.body)
+        asked = self._describe(journey, call)
+        if not self._decode.available():
+            raise NoWorkerError("no decode worker is available")
+        handoff = None
+        if call.undividable is None:
+            prefilled = await self._run_prefill(journey, call, asked)
+            if prefilled.status != 200:
+                pass_through(journey.reply, prefilled, journey.id)
+                return
+            handoff = self._read_handoff(journey, prefilled)
+        journey.window = "handoff"
+        left = False
+        try:
+            await self._run_decode(journey, call, self._with_counts(asked, call, handoff), handoff)
+        except asyncio.CancelledError:
+            left = True
+            raise
+        finally:
+            if handoff is not None and not _taken(journey.relay, left=left):
+                self._release(journey, call, handoff)
+
+    # --- the prefill leg ---
+
+    def _describe(self, journey: Journey, call: Call) -> RouteRequest:
+        hashed = None
+        if Reads.PROMPT_HASH in self._reads() and call.prompt:
+            hashed = prompt_hash(msgspec.json.decode(call.prompt))
+        limit = call.output_tokens
+        return RouteRequest(
+            id=journey.id,
+            output_tokens=self._config.default_output_tokens if limit is None else limit,
+            domain=domain(journey.request),
+            prompt_hash=hashed,
+            prefix=call.prompt[:PREFIX_BYTES],
+        )
+
+    async def _run_prefill(self, journey: Journey, call: Call, asked: RouteRequest) -> Collected:
+        worker, decision = self._prefill.choose(asked)
+        journey.prefill = worker.name
+        self._metrics.decisions.inc("prefill", worker.name, decision.reason)
+        reply = Collected(MAX_PREFILL_REPLY_BYTES)
+        start_s = self._loop.time()
+        with self._prefill.ledger.lease(worker.name, asked):
+            try:
+                await worker.pool.post(
+                    journey.request.target,
+                    journey.headers,
+                    self._engine.prefill_body(call),
+                    reply,
+                    self._prefill_patience,
+                )
+            except asyncio.CancelledError:
+                if reply.complete and reply.status == 200:  # it came in the same turn as the client left
+                    self._release(journey, call, self._read_handoff(journey, reply))
+                raise
+            except UpstreamError as error:
+                self._lost(worker, error)
+                raise
+        journey.prefill_s = self._loop.time() - start_s
+        return reply
+
+    def _read_handoff(self, journey: Journey, reply: Collected) -> Handoff:
+        try:
+            return self._engine.handoff(reply.body())
+        except EngineError as error:
+            raise EngineError(f"prefill worker {journey.prefill}: {error}") from None
+
+    # --- the choice ---
+
+    def _reads(self) -> frozenset[Reads]:
+        assert self._decode.policy is not None
+        return self._decode.policy.reads
+
+    def _with_counts(self, asked: RouteRequest, call: Call, handoff: Handoff | None) -> RouteRequest:
+        counts, problem = self._read_counts(call, handoff)
+        return RouteRequest(
+            id=asked.id,
+            prompt_tokens=handoff.prompt_tokens if handoff else 0,
+            output_tokens=asked.output_tokens,
+            counts=counts,
+            counts_problem=problem,
+            domain=asked.domain,
+            prompt_hash=asked.prompt_hash,
+            prefix=asked.prefix,
+        )
+
+    def _read_counts(self, call: Call, handoff: Handoff | None) -> tuple[ExpertCounts | None, str | None]:
+        if Reads.COUNTS not in self._reads():
+            return None, None
+        if handoff is None:
+            self._metrics.counts_problems.inc("undividable")
+            return None, f"not split: {call.undividable}"
+        try:
+            counts = self._engine.counts(handoff)
+        except WireError as error:
+            self._metrics.counts_problems.inc("malformed")
+            return None, str(error)
+        if counts is None:
+            self._metrics.counts_problems.inc("missing")
+            return None, "the prefill worker sent no counts"
+        return counts, None
+
+    # --- the decode leg ---
+
+    async def _run_decode(self, journey: Journey, call: Call, routed: RouteRequest, handoff: Handoff | None) -> None:
+        worker, decision = self._decode.choose(routed)
+        journey.decision, journey.routed = decision, routed
+        self._metrics.decisions.inc("decode", worker.name, decision.reason)
+        self.decisions.add(journey, routed, decision)
+        body = self._engine.decode_body(call, handoff)
+        relay = journey.relay = Relay(journey.reply, _identity(journey.id), self._loop)
+        journey.window = "decode"
+        journey.decode_start_s = self._loop.time()
+        with self._decode.ledger.lease(worker.name, routed):
+            try:
+                await worker.pool.post(journey.request.target, journey.headers, body, relay, self._decode_patience)
+            except UpstreamError as error:
+                self._lost(worker, error)
+                raise
+
+    def _lost(self, worker: Worker, error: UpstreamError) -> None:
+        self._metrics.errors.inc(worker.name, error.kind)
+        _log.warning("%s (%s)", error, worker.url)
+
+    # --- handoffs that nobody will decode ---
+
+    def _release(self, journey: Journey, call: Call, handoff: Handoff) -> None:
+        tried = journey.decision.worker if journey.decision else None
+        task = self._loop.create_task(self._release_now(journey.headers, call, handoff, tried))
+        self.background.add(task)
+        task.add_done_callback(self.background.discard)
+
+    async def _release_now(self, headers: bytes, call: Call, handoff: Handoff, tried: str | None) -> None:
+        """Free a handoff by having a decode worker collect it; where that fails, the engine's own lease ends it."""
+        workers = self._decode.available()
+        if not workers:
+            self._metrics.released.inc("no worker")
+            return
+        worker = next((worker for worker in workers if worker.name != tried), workers[0])
+        reply = Collected(MAX_PREFILL_REPLY_BYTES)
+        body = self._engine.release_body(call, handoff)
+        try:
+            await worker.pool.post(call.path.encode(), headers, body, reply, self._decode_patience)
+        except UpstreamError as error:
+            self._lost(worker, error)
+            self._metrics.released.inc("failed")
+            return
+        self._metrics.released.inc("released" if reply.status < 500 else "failed")
+
+
+def _identity(id_: str) -> list[Header]:
+    return [(REQUEST_ID, id_.encode("ascii"))]
+
+
+def pass_through(reply: Reply, collected: Collected, id_: str) -> None:
+    """Answer with a worker's own error: status, headers and body."""
+    assert collected.head is not None
+    headers = end_to_end(collected.head.headers, _replaced)
+    reply.send(collected.status, [*headers, *_identity(id_)], collected.body())
+
+
+def _taken(relay: Relay | None, *, left: bool) -> bool:
+    """Whether the decode leg has disposed of the handoff.
+
+    A decode server that answers, be it by refusing the request, has taken it or told the prefill server; so
+    has one whose request was cancelled after it was sent.  One that could not be reached, or failed, has not.
+    """
+    if relay is None or not relay.sent:
+        return False
+    return left or (relay.head is not None and relay.head.status < 500)
+
+
+def answer_error(journey: Journey, error: CoterieError) -> None:
+    """Tell the client what went wrong, as far as the reply still can."""
+    if journey.reply.status:
+        assert journey.relay is not None
+        journey.outcome = "error" if journey.relay.fail(str(error)) else "cut"
+        return
+    journey.outcome = "error"
+    reply, headers = journey.reply, _identity(journey.id)
+    if isinstance(error, RequestError):
+        reply.send_error(400, str(error), "invalid_request_error", headers, param=error.param)
+    elif isinstance(error, NoWorkerError):
+        reply.send_error(503, str(error), "unavailable_error", headers, code="no_worker")
+    elif isinstance(error, UpstreamError) and error.kind == "timeout":
+        reply.send_error(504, str(error), "upstream_error", headers, code="timeout")
+    else:
+        reply.send_error(502, str(error), "upstream_error", headers, code="bad_gateway")

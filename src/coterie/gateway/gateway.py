@@ -1,0 +1,203 @@
+"""The gateway as one object: it takes each client's request to who can answer it, and keeps the record."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import msgspec
+
+from coterie.engines.base import Engine
+from coterie.errors import CoterieError, RequestError
+from coterie.gateway.client import ClientConnection, ClientLimits, Reply, Request
+from coterie.gateway.config import GatewayConfig
+from coterie.gateway.dispatch import Dispatcher, answer_error, pass_through
+from coterie.gateway.journey import Journey, request_id, worker_headers
+from coterie.gateway.metrics import Metrics
+from coterie.gateway.upstream import Collected, Patience
+from coterie.gateway.workers import Fleet, Worker
+
+SWEEP_S = 0.25
+"""How often deadlines are looked at; a deadline is kept to within this."""
+
+_MAX_MODELS_BYTES = 4 << 20
+_log = logging.getLogger("coterie.gateway")
+_requests_log = logging.getLogger("coterie.requests")
+
+
+class Gateway:
+    """Everything that one gateway process holds.
+
+    Attributes:
+        config: its configuration.
+        engine: the dialect of its workers.
+        prefill: prefill workers.
+        decode: decode workers.
+        metrics: its metrics.
+        dispatcher: takes requests through prefill and decode.
+        clients: open client connections.
+    """
+
+    def __init__(self, config: GatewayConfig, engine: Engine) -> None:
+        self.config = config
+        self.engine = engine
+        self.prefill = Fleet("prefill", config.prefill, config)
+        self.decode = Fleet("decode", config.decode, config)
+        self.metrics = Metrics((self.prefill, self.decode))
+        self.dispatcher = Dispatcher(engine, self.prefill, self.decode, config, self.metrics)
+        self.clients: set[ClientConnection] = set()
+        self._loop = asyncio.get_running_loop()
+        self._limits = ClientLimits(
+            body_bytes=config.max_body_bytes,
+            request_s=config.client_request_timeout_s,
+            idle_s=config.client_idle_timeout_s,
+            stall_s=config.client_stall_timeout_s,
+        )
+        self._sweeper = self._loop.call_later(SWEEP_S, self._sweep)
+
+    @property
+    def ready(self) -> bool:
+        """Whether a worker of each role is available."""
+        return bool(self.prefill.available() and self.decode.available())
+
+    @property
+    def workers(self) -> list[Worker]:
+        """All workers of both roles."""
+        return [*self.prefill.workers.values(), *self.decode.workers.values()]
+
+    def fleet_of(self, worker: Worker) -> Fleet:
+        """The fleet that a worker belongs to."""
+        return self.prefill if worker.role == "prefill" else self.decode
+
+    def connect(self) -> ClientConnection:
+        """A protocol for a new client connection."""
+        return ClientConnection(self.handle, self._limits, self.clients, self._loop)
+
+    async def handle(self, request: Request, reply: Reply) -> None:
+        """Answer one request."""
+        path = request.path
+        if path in self.engine.paths:
+            if _allowed(request, reply, "POST"):
+                await self._dispatch(request, reply)
+        elif path in ("/health", self.engine.models_path):
+            if _allowed(request, reply, "GET"):
+                await (self._health(reply) if path == "/health" else self._models(request, reply))
+        else:
+            known = ", ".join(sorted({*self.engine.paths, self.engine.models_path, "/health"}))
+            reply.send_error(404, f"unknown path; known are {known}", "not_found_error")
+
+    async def finish(self, grace_s: float) -> None:
+        """Take no further request, let running ones end for up to `grace_s` seconds, cut the rest."""
+        for client in list(self.clients):
+            client.shut()
+        await self._wait_for_clients(grace_s)
+        for client in list(self.clients):
+            client.abort()
+        await self._wait_for_clients(1.0)  # those cut hand over what must be released
+        if self.dispatcher.background:
+            await asyncio.wait(self.dispatcher.background, timeout=self.config.connect_timeout_s)
+
+    def stop(self) -> None:
+        """Close what is left: the sweep and the idle connections to workers."""
+        self._sweeper.cancel()
+        for worker in self.workers:
+            worker.pool.close()
+
+    async def _wait_for_clients(self, grace_s: float) -> None:
+        end_s = self._loop.time() + grace_s
+        while self.clients and self._loop.time() < end_s:  # noqa: ASYNC110  (only while stopping)
+            await asyncio.sleep(0.02)
+
+    async def _dispatch(self, request: Request, reply: Reply) -> None:
+        try:
+            id_ = request_id(request)
+        except RequestError as error:
+            reply.send_error(400, str(error), "invalid_request_error", param=error.param)
+            return
+        journey = Journey(id_, request, reply, worker_headers(request, id_))
+        try:
+            await self.dispatcher.dispatch(journey)
+        except CoterieError as error:
+            answer_error(journey, error)
+        except asyncio.CancelledError:
+            journey.outcome = "left"
+            self.metrics.disconnects.inc(journey.where)
+            raise
+        except Exception:
+            _log.exception("request %s failed inside the gateway", id_)
+            journey.outcome = "cut"
+            raise
+        finally:
+            self._record(journey)
+
+    async def _health(self, reply: Reply) -> None:
+        missing = [fleet.role for fleet in (self.prefill, self.decode) if not fleet.available()]
+        if missing:
+            reply.send_error(503, f"no {' and no '.join(missing)} worker is available", "unavailable_error")
+        else:
+            reply.send(200, [(b"content-type", b"application/json")], b'{"status":"ok"}')
+
+    async def _models(self, request: Request, reply: Reply) -> None:
+        workers = self.decode.available()
+        if not workers:
+            reply.send_error(503, "no decode worker is available", "unavailable_error", code="no_worker")
+            return
+        models = Collected(_MAX_MODELS_BYTES)
+        patience = Patience(self.config.health_timeout_s, self.config.health_timeout_s)
+        try:
+            id_ = request_id(request)
+            await workers[0].pool.get(request.target, worker_headers(request, id_), models, patience)
+        except CoterieError as error:
+            answer_error(Journey("", request, reply, b""), error)
+            return
+        pass_through(reply, models, id_)
+
+    def _record(self, journey: Journey) -> None:
+        relay, now_s = journey.relay, self._loop.time()
+        metrics, arrived_s = self.metrics, journey.request.arrived_s
+        metrics.requests.inc(journey.request.path, str(journey.reply.status))
+        metrics.total_s.observe(now_s - arrived_s)
+        if journey.prefill_s is not None:
+            metrics.prefill_s.observe(journey.prefill_s)
+        if journey.decode_start_s is not None:
+            metrics.decode_s.observe(now_s - journey.decode_start_s)
+        if relay is not None and relay.first_byte_s is not None:
+            metrics.first_byte_s.observe(relay.first_byte_s - arrived_s)
+        if self.config.log_requests and _requests_log.isEnabledFor(logging.INFO):
+            _requests_log.info(_line(journey, now_s).decode())
+
+    def _sweep(self) -> None:
+        now_s = self._loop.time()
+        for worker in self.workers:
+            worker.pool.expire(now_s)
+        for client in [client for client in self.clients if client.deadline < now_s]:
+            client.expire()
+        self._sweeper = self._loop.call_later(SWEEP_S, self._sweep)
+
+
+def _allowed(request: Request, reply: Reply, method: str) -> bool:
+    if request.method == method:
+        return True
+    headers = [(b"allow", method.encode())]
+    reply.send_error(405, f"{request.path} takes {method} only", "invalid_request_error", headers)
+    return False
+
+
+def _line(journey: Journey, now_s: float) -> bytes:
+    """The request as one line of JSON: names and numbers, no content."""
+    decision, routed, relay, arrived_s = journey.decision, journey.routed, journey.relay, journey.request.arrived_s
+    first_byte_s = relay.first_byte_s if relay else None
+    return msgspec.json.encode(
+        {
+            "id": journey.id,
+            "path": journey.request.path,
+            "status": journey.reply.status,
+            "outcome": journey.outcome,
+            "prefill": journey.prefill,
+            "decode": decision.worker if decision else "",
+            "reason": decision.reason if decision else "",
+            "prompt_tokens": routed.prompt_tokens if routed else 0,
+            "ttft_s": None if first_byte_s is None else round(first_byte_s - arrived_s, 4),
+            "total_s": round(now_s - arrived_s, 4),
+        }
+    )

@@ -1,0 +1,137 @@
+"""What is known of one request on its way, for the log, the metrics and the admin side."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import deque
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+from coterie.core import Decision, RouteRequest
+from coterie.errors import RequestError
+from coterie.gateway.client import Reply, Request
+from coterie.gateway.http1 import end_to_end
+from coterie.gateway.stream import Relay
+
+REQUEST_ID = b"x-request-id"
+DOMAIN = b"x-coterie-domain"
+
+_NOT_FOR_WORKERS = frozenset(
+    {
+        b"accept-encoding",  # the prefill reply must be readable
+        b"content-length",
+        b"content-type",
+        b"expect",
+        b"host",
+        b"x-data-parallel-rank",  # placement is the gateway's business
+        DOMAIN,
+        REQUEST_ID,
+    }
+)
+_VALID_LABEL = re.compile(rb"[!-~]{1,128}")
+_ids = Random()  # noqa: S311  (unique, not secret; seeded by the operating system)
+
+
+@dataclass(slots=True, eq=False)
+class Journey:
+    """One request on its way.
+
+    Attributes:
+        id: request id, the same on both legs and in the reply.
+        request: what the client sent.
+        reply: what it is sent.
+        headers: header lines for the workers.
+        window: what is going on: "prefill", "handoff" (between the legs), "decode" (waiting), "stream".
+        prefill: name of the prefill worker; empty where there was none.
+        prefill_s: seconds that the prefill leg took.
+        routed: the request as the decode policy saw it.
+        decision: what the decode policy said.
+        relay: the decode leg's reply.
+        outcome: one word: "ok", "error", "left" (the client), "cut" (the reply).
+    """
+
+    id: str
+    request: Request
+    reply: Reply
+    headers: bytes
+    window: str = "prefill"
+    prefill: str = ""
+    prefill_s: float | None = None
+    decode_start_s: float | None = None
+    routed: RouteRequest | None = None
+    decision: Decision | None = None
+    relay: Relay | None = None
+    outcome: str = "ok"
+
+    @property
+    def where(self) -> str:
+        """`window`, with the decode leg's two halves told apart."""
+        if self.window == "decode" and self.relay is not None and self.relay.first_byte_s is not None:
+            return "stream"
+        return self.window
+
+
+def request_id(request: Request) -> str:
+    """The client's request id, or a new one.
+
+    Raises:
+        RequestError: the client's is not one to send on.
+    """
+    return _label(request, REQUEST_ID, "X-Request-Id") or f"{_ids.getrandbits(128):032x}"
+
+
+def domain(request: Request) -> str | None:
+    """The client's domain label, if it gave one.
+
+    Raises:
+        RequestError: it is not a label.
+    """
+    return _label(request, DOMAIN, "X-Coterie-Domain")
+
+
+def _label(request: Request, header: bytes, title: str) -> str | None:
+    given = request.header(header)
+    if given is None:
+        return None
+    if not _VALID_LABEL.fullmatch(given):
+        raise RequestError(f"{title}: must be 1 to 128 visible ASCII characters", title)
+    return given.decode("ascii")
+
+
+def worker_headers(request: Request, id_: str) -> bytes:
+    """Header lines for both legs: the client's end-to-end headers and the request id."""
+    lines = [b"%b: %b\r\n" % header for header in end_to_end(request.headers, _NOT_FOR_WORKERS)]
+    lines.append(b"x-request-id: %b\r\n" % id_.encode("ascii"))
+    return b"".join(lines)
+
+
+class DecisionLog:
+    """The last decode decisions, oldest first; neither counts nor content."""
+
+    def __init__(self, keep: int) -> None:
+        self._entries: deque[dict[str, Any]] = deque(maxlen=keep)
+
+    def add(self, journey: Journey, request: RouteRequest, decision: Decision) -> None:
+        """Keep a decision."""
+        self._entries.append(
+            {
+                "time": time.time(),
+                "id": journey.id,
+                "path": journey.request.path,
+                "prefill": journey.prefill or None,
+                "decode": decision.worker,
+                "reason": decision.reason,
+                "scores": decision.scores,
+                "candidates": decision.candidates,
+                "prompt_tokens": request.prompt_tokens,
+                "output_tokens": request.output_tokens,
+                "counts": request.counts is not None,
+                "counts_problem": request.counts_problem,
+            }
+        )
+
+    def entries(self) -> list[dict[str, Any]]:
+        """JSON-ready decisions."""
+        return [{**entry, "scores": dict(entry["scores"])} for entry in self._entries]

@@ -1,0 +1,98 @@
+"""The gateway's metrics: a registry of their own, every name begins with `coterie_`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from coterie.gateway.workers import Fleet
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+_MOST_LABELS = 100
+
+
+class Labelled:
+    """A counter whose labelled children are looked up once.
+
+    Label values beyond the first hundred combinations are counted as "other", so that no worker or client
+    can make the registry grow without bound.
+    """
+
+    __slots__ = ("_children", "_counter", "_width")
+
+    def __init__(self, registry: CollectorRegistry, name: str, text: str, labels: tuple[str, ...]) -> None:
+        self._counter = Counter(name, text, labels, registry=registry)
+        self._children: dict[tuple[str, ...], Counter] = {}
+        self._width = len(labels)
+
+    def inc(self, *values: str) -> None:
+        """Count one for these label values."""
+        child = self._children.get(values)
+        if child is None:
+            if len(self._children) >= _MOST_LABELS:
+                values = ("other",) * self._width
+            child = self._children[values] = self._counter.labels(*values)
+        child.inc()
+
+
+class _FleetCollector(Collector):
+    """Reads the ledgers when scraped, so that requests pay nothing for these gauges."""
+
+    def __init__(self, fleets: Iterable[Fleet]) -> None:
+        self._fleets = tuple(fleets)
+
+    def collect(self) -> Iterator[Metric]:
+        labels = ("role", "worker")
+        available = GaugeMetricFamily("coterie_worker_available", "1 if the worker can be used.", labels=labels)
+        requests = GaugeMetricFamily("coterie_in_flight_requests", "Requests the worker holds.", labels=labels)
+        tokens = GaugeMetricFamily(
+            "coterie_in_flight_tokens", "Prompt and expected output tokens the worker holds.", labels=labels
+        )
+        for fleet in self._fleets:
+            for state in fleet.ledger.states():
+                where = (fleet.role, state.name)
+                available.add_metric(where, float(state.available))
+                requests.add_metric(where, state.requests)
+                tokens.add_metric(where, state.tokens)
+        yield from (available, requests, tokens)
+
+
+class Metrics:
+    """All metrics of one gateway.
+
+    Attributes:
+        registry: what `/metrics` renders.
+        requests: requests by path and status.
+        decisions: choices by role, worker and reason.
+        errors: transport errors by worker and kind.
+        released: handoffs released without decoding, by outcome.
+        disconnects: clients that left, by what was going on.
+        counts_problems: requests routed without counts, by kind.
+        total_s: seconds from a complete request to the end of its reply.
+        first_byte_s: seconds to the first byte of its reply's body (time to first token, where streamed).
+        prefill_s: seconds of the prefill leg.
+        decode_s: seconds of the decode leg.
+    """
+
+    def __init__(self, fleets: Iterable[Fleet]) -> None:
+        self.registry = CollectorRegistry()
+        self.registry.register(_FleetCollector(fleets))
+        self.requests = self._counter("requests", "Requests by path and status.", "path", "status")
+        self.decisions = self._counter("decisions", "Choices of a worker.", "role", "worker", "reason")
+        self.errors = self._counter("transport_errors", "Workers that could not be talked to.", "worker", "kind")
+        self.released = self._counter("handoffs_released", "Handoffs released without decoding.", "outcome")
+        self.disconnects = self._counter("client_disconnects", "Clients that left early.", "window")
+        self.counts_problems = self._counter("counts_problems", "Requests routed without counts.", "kind")
+        self.total_s = self._histogram("request_seconds", "Seconds from a complete request to the reply's end.")
+        self.first_byte_s = self._histogram("ttft_seconds", "Seconds to the first byte of the reply's body.")
+        self.prefill_s = self._histogram("prefill_seconds", "Seconds of the prefill leg.")
+        self.decode_s = self._histogram("decode_seconds", "Seconds of the decode leg.")
+
+    def _counter(self, name: str, text: str, *labels: str) -> Labelled:
+        return Labelled(self.registry, f"coterie_{name}", text, labels)
+
+    def _histogram(self, name: str, text: str) -> Histogram:
+        return Histogram(f"coterie_{name}", text, buckets=_SECONDS, registry=self.registry)

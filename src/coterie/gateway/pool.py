@@ -1,0 +1,110 @@
+"""The keep-alive connections to one worker."""
+
+from __future__ import annotations
+
+import asyncio
+from urllib.parse import urlsplit
+
+from coterie.errors import ConfigError
+from coterie.gateway.upstream import Consumer, Patience, Upstream, UpstreamError
+
+
+class Pool:
+    """Sends requests to one worker over kept connections, opening as many as there are requests in flight.
+
+    Attributes:
+        title: the worker's role and name, for messages; never its URL.
+        connections: all open connections, idle or not.
+    """
+
+    def __init__(self, title: str, url: str, *, connect_timeout_s: float, keep_idle_s: float) -> None:
+        self.title = title
+        self.connections: set[Upstream] = set()
+        self._host, self._port, self._prefix = split_url(url)
+        self._host_line = f"host: {self._host}:{self._port}\r\n".encode()
+        self._connect_timeout_s = connect_timeout_s
+        self._keep_idle_s = keep_idle_s
+        self._idle: list[Upstream] = []
+
+    async def post(self, target: bytes, headers: bytes, body: bytes, consumer: Consumer, patience: Patience) -> None:
+        """Post `body` and return when the reply is complete.
+
+        Args:
+            target: path and query.
+            headers: complete header lines to send along.
+            body: a JSON body.
+            consumer: takes the reply.
+            patience: how long to wait for it.
+
+        Raises:
+            UpstreamError: the reply did not arrive whole.
+        """
+        head = b"POST %b%b HTTP/1.1\r\n%b%bcontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+        await self._send([head % (self._prefix, target, self._host_line, headers, len(body)), body], consumer, patience)
+
+    async def get(self, target: bytes, headers: bytes, consumer: Consumer, patience: Patience) -> None:
+        """Get `target`; as `post`."""
+        head = b"GET %b%b HTTP/1.1\r\n%b%b\r\n" % (self._prefix, target, self._host_line, headers)
+        await self._send([head], consumer, patience)
+
+    def keep(self, connection: Upstream) -> None:
+        """Take back a connection whose reply is complete."""
+        connection.deadline = asyncio.get_running_loop().time() + self._keep_idle_s
+        self._idle.append(connection)
+
+    def forget(self, connection: Upstream) -> None:
+        """A connection was lost."""
+        self.connections.discard(connection)
+        if connection in self._idle:
+            self._idle.remove(connection)
+
+    def expire(self, now: float) -> None:
+        """Give up every wait whose deadline has passed."""
+        for connection in [connection for connection in self.connections if connection.deadline < now]:
+            connection.expire()
+
+    def close(self) -> None:
+        """Close the idle connections."""
+        while self._idle:
+            self._idle.pop().close()
+
+    async def _send(self, request: list[bytes], consumer: Consumer, patience: Patience) -> None:
+        if self._idle:
+            try:
+                # The latest used is the least likely to have been closed meanwhile.
+                await self._idle.pop().exchange(request, consumer, patience)
+                return
+            except UpstreamError as error:
+                if not error.stale:
+                    raise
+            consumer.sent = False
+        connection = await self._connect()
+        await connection.exchange(request, consumer, patience)
+
+    async def _connect(self) -> Upstream:
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(self._connect_timeout_s):
+                _, connection = await loop.create_connection(lambda: Upstream(self, loop), self._host, self._port)
+        except TimeoutError:
+            message = f"{self.title} did not accept a connection for {self._connect_timeout_s:g} s"
+            raise UpstreamError(message, "connect") from None
+        except OSError:
+            raise UpstreamError(f"{self.title} refused the connection", "connect") from None
+        return connection
+
+
+def split_url(url: str) -> tuple[str, int, bytes]:
+    """Host, port and path prefix of a worker's URL.
+
+    Raises:
+        ConfigError: it is not an http URL of a host.
+    """
+    try:
+        parts = urlsplit(url)
+        port = parts.port or 80
+    except ValueError as error:
+        raise ConfigError(f"worker URL {url!r}: {error}") from None
+    if parts.scheme != "http" or not parts.hostname or parts.query or parts.fragment or parts.username:
+        raise ConfigError(f"worker URL {url!r}: expected http://HOST:PORT, without user, query or fragment")
+    return parts.hostname, port, parts.path.rstrip("/").encode()

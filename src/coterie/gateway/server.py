@@ -1,0 +1,142 @@
+"""Runs the gateway as a process: listens, starts up, serves, and stops when told to."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import uvloop
+
+from coterie.activations import ActivationTrace
+from coterie.calibration import Profile
+from coterie.engines.base import Engine
+from coterie.errors import ConfigError
+from coterie.gateway.admin import AdminServer
+from coterie.gateway.config import GatewayConfig
+from coterie.gateway.gateway import Gateway
+from coterie.gateway.health import watch
+from coterie.gateway.startup import start_up
+
+_BACKLOG = 4096
+_log = logging.getLogger("coterie.gateway")
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """A gateway that serves.
+
+    Attributes:
+        gateway: the gateway.
+        profile: what it routes by; None without one.
+        url: where clients reach it.
+        admin_url: where its admin side is.
+    """
+
+    gateway: Gateway
+    profile: Profile | None
+    url: str
+    admin_url: str
+
+
+def run(config: GatewayConfig, engine: Engine, *, on_ready: Callable[[Serving], None]) -> None:
+    """Serve until SIGTERM or SIGINT; return when running requests have ended or their grace is over.
+
+    Args:
+        config: what to serve.
+        engine: the dialect of the workers.
+        on_ready: called once clients are served.
+
+    Raises:
+        CoterieError: the gateway cannot start; nothing was served.
+    """
+    uvloop.run(_run(config, engine, on_ready))
+
+
+async def _run(config: GatewayConfig, engine: Engine, on_ready: Callable[[Serving], None]) -> None:
+    stop, task, loop = asyncio.Event(), asyncio.current_task(), asyncio.get_running_loop()
+    assert task is not None
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, task.cancel)
+    try:
+        async with serving(config, engine) as served:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.add_signal_handler(number, stop.set)
+            on_ready(served)
+            await stop.wait()
+            _log.info("stopping: running requests have %g s to end", config.shutdown_grace_s)
+    except asyncio.CancelledError:
+        _log.info("stopped before it served")
+
+
+@contextlib.asynccontextmanager
+async def serving(config: GatewayConfig, engine: Engine) -> AsyncIterator[Serving]:
+    """A gateway that serves until the block is left.
+
+    Raises:
+        CoterieError: the gateway cannot start; nothing was served.
+    """
+    profile = Profile.load(Path(config.profile)) if config.profile else None
+    trace = ActivationTrace.load(Path(config.trace)) if config.trace else None
+    with (
+        _listen("port", config.host, config.port) as listener,
+        _listen("admin-port", config.admin_host, config.admin_port) as admin_listener,
+    ):
+        gateway = Gateway(config, engine)
+        try:
+            async with _admin(gateway, admin_listener):
+                await start_up(gateway, profile, trace)
+                async with _clients(gateway, listener), _watchers(gateway):
+                    yield Serving(gateway, profile, _url(listener), _url(admin_listener))
+        finally:
+            gateway.stop()
+
+
+def _listen(flag: str, host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host} port {port}: {error.strerror}; choose another --{flag}") from None
+
+
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+@contextlib.asynccontextmanager
+async def _admin(gateway: Gateway, listener: socket.socket) -> AsyncIterator[None]:
+    server = AdminServer(gateway)
+    task = asyncio.create_task(server.serve([listener]))
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        await task
+
+
+@contextlib.asynccontextmanager
+async def _clients(gateway: Gateway, listener: socket.socket) -> AsyncIterator[None]:
+    server = await asyncio.get_running_loop().create_server(gateway.connect, sock=listener, backlog=_BACKLOG)
+    try:
+        yield
+    finally:
+        server.close()
+        await gateway.finish(gateway.config.shutdown_grace_s)
+
+
+@contextlib.asynccontextmanager
+async def _watchers(gateway: Gateway) -> AsyncIterator[None]:
+    tasks = [asyncio.create_task(watch(gateway, worker)) for worker in gateway.workers]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

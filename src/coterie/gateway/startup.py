@@ -1,0 +1,118 @@
+"""Who is there, and does it fit: what is checked before the first client is served."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from coterie.activations import ActivationTrace
+from coterie.calibration import Profile
+from coterie.core import ModelGeometry
+from coterie.errors import EngineError, ProfileError
+from coterie.gateway.gateway import Gateway
+from coterie.gateway.probe import ProbeError, Prober
+from coterie.gateway.workers import Worker
+from coterie.routing import LeastLoad, Policy, make_policy
+
+_POLL_S = 0.5
+_log = logging.getLogger("coterie.gateway")
+
+
+async def start_up(gateway: Gateway, profile: Profile | None, trace: ActivationTrace | None) -> None:
+    """Make the policies, wait for the workers, connect each prefill with each decode worker.
+
+    Raises:
+        EngineError: no worker of a role came up in time, or one is not set up for disaggregation.
+        ProfileError: the profile does not fit the workers, and `on_mismatch` is "error".
+        ConfigError: a policy is unknown or lacks what it needs.
+    """
+    prefill, decode, config = gateway.prefill, gateway.decode, gateway.config
+    prefill.policy = make_policy(config.prefill_policy, prefill.targets)
+    decode.policy = make_policy(
+        config.resolved_decode_policy,
+        decode.targets,
+        profile=profile,
+        trace=trace,
+        tau=config.tau,
+        on_mismatch=config.on_mismatch,
+    )
+    prober = Prober(gateway.engine, config)
+    await _wait_for_workers(gateway, prober)
+    for worker in prefill.available():
+        prefill.set_problem(worker, "not yet probed")
+        await _admit_prefill(gateway, prober, worker)
+    _require_each_role(gateway)
+    if profile is not None and decode.policy.name == "locality":
+        decode.policy = _fitting_policy(gateway, prober, profile, decode.policy)
+    for worker in gateway.workers:
+        if worker.problem is not None:
+            _log.warning("%s worker %s (%s) is not available: %s", worker.role, worker.name, worker.url, worker.problem)
+
+
+async def _wait_for_workers(gateway: Gateway, prober: Prober) -> None:
+    """Check all workers until one of each role is well; those that are not by then may join later."""
+    loop = asyncio.get_running_loop()
+    end_s = loop.time() + gateway.config.startup_timeout_s
+    while True:
+        waiting = [worker for worker in gateway.workers if worker.problem is not None]
+        await asyncio.gather(*(_check(gateway, prober, worker) for worker in waiting))
+        if gateway.ready:
+            return
+        if loop.time() > end_s:
+            _require_each_role(gateway)
+        await asyncio.sleep(_POLL_S)
+
+
+async def _check(gateway: Gateway, prober: Prober, worker: Worker) -> None:
+    try:
+        await prober.check(worker)
+    except EngineError as error:
+        worker.problem = str(error)
+    else:
+        gateway.fleet_of(worker).set_problem(worker, None)
+
+
+async def _admit_prefill(gateway: Gateway, prober: Prober, worker: Worker) -> None:
+    try:
+        await prober.admit(worker, gateway.prefill, gateway.decode.available())
+    except ProbeError as error:
+        if error.answered:
+            raise
+        worker.problem = str(error)
+
+
+def _require_each_role(gateway: Gateway) -> None:
+    for fleet in (gateway.prefill, gateway.decode):
+        if not fleet.available():
+            lines = [f"\n  {worker.name} ({worker.url}): {worker.problem}" for worker in fleet.workers.values()]
+            raise EngineError(
+                f"no {fleet.role} worker is available:{''.join(lines)}\n"
+                "start the servers, correct their URLs, or allow more time with --startup-timeout-s"
+            )
+
+
+def _fitting_policy(gateway: Gateway, prober: Prober, profile: Profile, policy: Policy) -> Policy:
+    """The policy, if the profile fits what the workers showed; else load only, where that is allowed."""
+    problem = _misfit(gateway, prober, profile)
+    if problem is None:
+        return policy
+    if gateway.config.on_mismatch == "error":
+        raise ProfileError(f"{problem}, or route by load alone with --on-mismatch load")
+    _log.warning("%s; routing by load only", problem)
+    return LeastLoad(f"load only: profile mismatch ({problem})")
+
+
+def _misfit(gateway: Gateway, prober: Prober, profile: Profile) -> str | None:
+    for worker in gateway.workers:
+        models = prober.models.get(worker.name)
+        if models is not None and profile.model not in models:
+            return (
+                f"the profile is of model {profile.model!r}, {worker.role} worker {worker.name} serves "
+                f"{', '.join(map(repr, models))}; use the profile of that model"
+            )
+    for name, geometry in prober.geometries.items():
+        if not isinstance(geometry, ModelGeometry):
+            return f"prefill worker {name}: {geometry}; start it with coterie's CountsConnector"
+        if geometry != profile.geometry:
+            return f"the profile is of {profile.geometry}, prefill worker {name} has {geometry}; fit a new profile"
+    return None

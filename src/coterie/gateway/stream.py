@@ -1,0 +1,118 @@
+"""Relays a worker's reply to a client, its bytes untouched and no more of them in memory than sockets buffer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from coterie.gateway.client import Reply
+from coterie.gateway.http1 import ChunkedFraming, Framing, Header, ResponseHead, end_to_end, error_body
+from coterie.gateway.upstream import Upstream
+
+_NOT_FROM_WORKERS = frozenset({b"x-request-id"})
+_EVENT_END = b"\n\n"
+
+
+class Relay:
+    """Takes a decode worker's reply and writes it to the client; a `Consumer`.
+
+    The head is held until the body's first byte, so that a worker that dies between the two can still be
+    answered for with a proper error.  The body goes through with its own framing.  HTTP/1.0 knows no chunks,
+    so for such a client their data goes through alone.
+
+    Attributes:
+        head: the reply's head; None until it arrived.
+        sent: whether the request went out.
+        first_byte_s: when the body's first byte was relayed, on the loop's clock; None before.
+    """
+
+    __slots__ = (
+        "_connection",
+        "_framing",
+        "_headers",
+        "_loop",
+        "_payload",
+        "_reply",
+        "_tail",
+        "first_byte_s",
+        "head",
+        "sent",
+    )
+
+    def __init__(self, reply: Reply, headers: Sequence[Header], loop: asyncio.AbstractEventLoop) -> None:
+        self.head: ResponseHead | None = None
+        self.sent = False
+        self.first_byte_s: float | None = None
+        self._reply = reply
+        self._headers = headers
+        self._loop = loop
+        self._connection: Upstream | None = None
+        self._framing: Framing | None = None
+        self._payload: list[bytes] | None = None
+        self._tail = b""
+
+    def on_head(self, head: ResponseHead, connection: Upstream) -> None:
+        """See `Consumer.on_head`."""
+        self.head = head
+        self._connection = connection
+        self._framing = connection.framing
+        if self._reply.request.http10 and isinstance(self._framing, ChunkedFraming):
+            self._payload = self._framing.payload = []
+        self._reply.watch(self)
+
+    def on_body(self, data: bytes) -> None:
+        """See `Consumer.on_body`."""
+        if self.first_byte_s is None:
+            self._start()
+        if self._payload is not None:
+            data = b"".join(self._payload)
+            self._payload.clear()
+        self._tail = data[-4:] if len(data) >= 4 else (self._tail + data)[-4:]
+        self._reply.write(data)
+
+    def on_end(self) -> None:
+        """See `Consumer.on_end`."""
+        if self.first_byte_s is None:
+            self._start()
+        self._reply.watch(None)
+
+    def on_full(self) -> None:
+        """The client does not keep up: stop reading from the worker."""
+        if self._connection is not None:
+            self._connection.pause(self)
+
+    def on_drained(self) -> None:
+        """The client has caught up: read on."""
+        if self._connection is not None:
+            self._connection.resume(self)
+
+    def fail(self, message: str) -> bool:
+        """End a reply whose worker died: with an error event where one can be put, else by cutting the connection.
+
+        Returns:
+            Whether the client was told.
+        """
+        self._reply.watch(None)
+        if not self._between_events():
+            self._reply.abort()
+            return False
+        event = b"data: %b\n\ndata: [DONE]\n\n" % error_body(message, "upstream_error", code="worker_lost")
+        self._reply.write(event if self._payload is not None else b"%x\r\n%b\r\n0\r\n\r\n" % (len(event), event))
+        return True
+
+    def _start(self) -> None:
+        assert self.head is not None
+        self.first_byte_s = self._loop.time()
+        headers = end_to_end(self.head.headers, _NOT_FROM_WORKERS)
+        unchunked = self._payload is not None
+        if self.head.chunked and not unchunked:
+            headers.append((b"transfer-encoding", b"chunked"))
+        framed = not unchunked and (self.head.chunked or self.head.length is not None)
+        self._reply.start(self.head.status, [*headers, *self._headers], framed=framed)
+
+    def _between_events(self) -> bool:
+        assert self.head is not None
+        streamed = self.head.header(b"content-type").startswith(b"text/event-stream")
+        whole = self._framing is not None and self._framing.between_chunks
+        end = _EVENT_END if self._payload is not None else _EVENT_END + b"\r\n"
+        return streamed and whole and self._tail.endswith(end)

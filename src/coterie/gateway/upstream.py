@@ -1,0 +1,292 @@
+"""The worker side: a keep-alive connection with one request at a time on it, and who takes the reply."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol, cast
+
+from coterie.errors import EngineError
+from coterie.gateway.http1 import (
+    MAX_HEAD_BYTES,
+    Framing,
+    MalformedError,
+    ResponseHead,
+    framing_of,
+    parse_response_head,
+    unchunk,
+)
+
+if TYPE_CHECKING:
+    from coterie.gateway.pool import Pool
+
+Kind = Literal["connect", "closed", "timeout", "garbage"]
+
+
+class UpstreamError(EngineError):
+    """A worker could not be talked to.
+
+    Attributes:
+        kind: what happened, as a metric's label.
+        stale: whether a kept connection had been closed by the worker, so that nothing was done with the request.
+    """
+
+    def __init__(self, message: str, kind: Kind, *, stale: bool = False) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.stale = stale
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long to wait for a reply.
+
+    Attributes:
+        first_byte_s: seconds until its first byte.
+        idle_s: seconds between two reads after that.
+    """
+
+    first_byte_s: float
+    idle_s: float
+
+
+class Consumer(Protocol):
+    """Takes one reply as it arrives.
+
+    Attributes:
+        sent: set once the request's bytes went to a worker.
+    """
+
+    sent: bool
+
+    def on_head(self, head: ResponseHead, connection: Upstream) -> None:
+        """The reply's head is complete."""
+        ...
+
+    def on_body(self, data: bytes) -> None:
+        """The next bytes of the body, framing included."""
+        ...
+
+    def on_end(self) -> None:
+        """The reply is complete."""
+        ...
+
+
+class Collected:
+    """Keeps a reply in memory, up to a bound.
+
+    Attributes:
+        head: the reply's head; None until it arrived.
+        sent: whether the request went out.
+        complete: whether the whole reply is here.
+    """
+
+    __slots__ = ("_limit", "_parts", "_size", "complete", "head", "sent")
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.head: ResponseHead | None = None
+        self.sent = False
+        self.complete = False
+        self._parts: list[bytes] = []
+        self._size = 0
+        self._limit = limit_bytes
+
+    def on_head(self, head: ResponseHead, connection: Upstream) -> None:
+        """See `Consumer.on_head`."""
+        self.head = head
+
+    def on_body(self, data: bytes) -> None:
+        """See `Consumer.on_body`."""
+        self._size += len(data)
+        if self._size > self._limit:
+            raise MalformedError(f"the reply is larger than {self._limit} bytes")
+        self._parts.append(data)
+
+    def on_end(self) -> None:
+        """See `Consumer.on_end`."""
+        self.complete = True
+
+    @property
+    def status(self) -> int:
+        """The reply's status."""
+        assert self.head is not None
+        return self.head.status
+
+    def body(self) -> bytes:
+        """The complete body, without framing."""
+        assert self.head is not None
+        raw = b"".join(self._parts)
+        return unchunk(raw) if self.head.chunked else raw
+
+
+class Upstream(asyncio.Protocol):
+    """One connection to a worker.
+
+    Attributes:
+        deadline: when the present wait is over, on the loop's clock.
+        framing: of the reply under way; None before its head.
+    """
+
+    __slots__ = (
+        "_consumer", "_future", "_head", "_keep_alive", "_loop", "_patience", "_paused", "_pool",
+        "_reused", "_transport", "deadline", "framing",
+    )  # fmt: skip
+
+    def __init__(self, pool: Pool, loop: asyncio.AbstractEventLoop) -> None:
+        self.deadline = math.inf
+        self._pool = pool
+        self._loop = loop
+        self._transport: asyncio.Transport | None = None
+        self._future: asyncio.Future[None] | None = None
+        self._consumer: Consumer | None = None
+        self.framing: Framing | None = None
+        self._patience = Patience(math.inf, math.inf)
+        self._head = b""
+        self._keep_alive = False
+        self._paused = False
+        self._reused = False
+
+    async def exchange(self, request: Sequence[bytes], consumer: Consumer, patience: Patience) -> None:
+        """Send one request; return when its reply is complete.  Cancelling closes the connection.
+
+        Raises:
+            UpstreamError: the reply did not arrive whole.
+        """
+        assert self._transport is not None
+        future = self._future = self._loop.create_future()
+        self._consumer, self._patience = consumer, patience
+        self.deadline = self._loop.time() + patience.first_byte_s
+        for part in request:
+            self._transport.write(part)
+        consumer.sent = True
+        try:
+            await future
+        except asyncio.CancelledError:
+            # The reply may have completed in the same turn, and the connection be another request's by now.
+            if self._future is future:
+                self._leave()
+                self._transport.abort()
+            raise
+
+    def pause(self, consumer: Consumer) -> None:
+        """Stop reading: the client does not keep up.  Its own deadline counts meanwhile, not the worker's."""
+        if self._consumer is consumer and not self._paused and self._transport is not None:
+            self._paused = True
+            self.deadline = math.inf
+            self._transport.pause_reading()
+
+    def resume(self, consumer: Consumer) -> None:
+        """Read on."""
+        if self._consumer is consumer and self._paused:
+            self.deadline = self._loop.time() + self._patience.idle_s
+            self._read_on()
+
+    def expire(self) -> None:
+        """The deadline has passed: give up the request, or close the idle connection."""
+        waited_s = self._patience.idle_s if self.framing else self._patience.first_byte_s
+        self._fail(f"did not answer for {waited_s:g} s", "timeout")
+
+    def close(self) -> None:
+        """Close an idle connection."""
+        if self._transport is not None:
+            self._transport.close()
+
+    # --- asyncio.Protocol ---
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """See `asyncio.Protocol`."""
+        self._transport = cast("asyncio.Transport", transport)
+        self._pool.connections.add(self)
+
+    def data_received(self, data: bytes) -> None:
+        """See `asyncio.Protocol`."""
+        if self._future is None:
+            self.close()  # bytes that nobody asked for
+            return
+        self.deadline = self._loop.time() + self._patience.idle_s
+        try:
+            self._read(data)
+        except MalformedError as error:
+            self._fail(f"answered what cannot be relayed: {error}", "garbage")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See `asyncio.Protocol`."""
+        self._pool.forget(self)
+        if self._future is None:
+            return
+        if exc is None and self.framing is not None and self.framing.ends_with_connection:
+            self._end()
+            return
+        stale = self._reused and self.framing is None and not self._head
+        where = "in the middle of its reply" if self.framing else "before it answered"
+        self._fail(f"closed the connection {where}", "closed", stale=stale)
+
+    # --- reading a reply ---
+
+    def _read(self, data: bytes) -> None:
+        if self.framing is None:
+            self._head += data
+            data = self._read_head()
+            if self.framing is None:
+                return
+        assert self._consumer is not None
+        used = self.framing.feed(data)
+        if used:
+            self._consumer.on_body(data if used == len(data) else data[:used])
+        if self.framing.done:
+            self._finish(clean=used == len(data))
+
+    def _read_head(self) -> bytes:
+        """Read the final response's head from `_head`; return the bytes after it."""
+        while (end := self._head.find(b"\r\n\r\n") + 4) >= 4:
+            head = parse_response_head(self._head[:end])
+            rest = self._head[end:]
+            if head.status >= 200:
+                self._head = b""
+                self._keep_alive = head.keep_alive
+                self.framing = framing_of(head)
+                assert self._consumer is not None
+                self._consumer.on_head(head, self)
+                return rest
+            self._head = rest  # an interim response, such as 100
+        if len(self._head) > MAX_HEAD_BYTES:
+            raise MalformedError(f"its headers are larger than {MAX_HEAD_BYTES} bytes")
+        return b""
+
+    def _finish(self, *, clean: bool) -> None:
+        self._read_on()
+        self._end()
+        if clean and self._keep_alive:
+            self._pool.keep(self)
+        else:
+            self.close()
+
+    def _read_on(self) -> None:
+        if self._paused and self._transport is not None:
+            self._paused = False
+            self._transport.resume_reading()
+
+    def _end(self) -> None:
+        assert self._consumer is not None
+        self._consumer.on_end()
+        self._leave()
+
+    def _fail(self, what: str, kind: Kind, *, stale: bool = False) -> None:
+        error = UpstreamError(f"{self._pool.title} {what}", kind, stale=stale)
+        self._leave(error)
+        if self._transport is not None:
+            self._transport.abort()
+
+    def _leave(self, error: UpstreamError | None = None) -> None:
+        """Part with the present request."""
+        future, self._future = self._future, None
+        self._consumer, self.framing, self._head = None, None, b""
+        self._reused = True
+        self.deadline = math.inf
+        if future is not None and not future.done():
+            if error is None:
+                future.set_result(None)
+            else:
+                future.set_exception(error)
