@@ -62,7 +62,9 @@ class StepPlan:
 class _Tracked:
     """A request whose counts go back to the client.
 
-    `totals` maps the number of forwarded tokens to the (part, ticket) of the sum made at that step.
+    `totals` maps the number of forwarded tokens to the (part, ticket) of the sum made at that step, for the
+    last two steps; `sums` counts them.  `readmitted` says that the request lost its blocks after its prompt
+    was summed, so that its blocks may cover other tokens of the prompt than that sum.
     """
 
     prompt_tokens: int
@@ -70,6 +72,16 @@ class _Tracked:
     slot: int | None = None
     prompt_ticket: int | None = None
     totals: dict[int, tuple[int, int]] = field(default_factory=dict)
+    sums: int = 0
+    readmitted: bool = False
+
+    def next_part(self, end: int, ticket: int) -> int:
+        """Part for the whole request's sum over `end` tokens; the sum of the step before keeps its own."""
+        part = 1 + self.sums % (PARTS - 1)
+        self.sums += 1
+        self.totals = {tokens: total for tokens, total in self.totals.items() if total[0] != part}
+        self.totals[end] = (part, ticket)
+        return part
 
 
 class CountsPlan:
@@ -111,8 +123,12 @@ class CountsPlan:
     def blocks_given(self, request_id: str, blocks: Sequence[int]) -> None:
         """A waiting request got its blocks (again after a load from outside: then nothing is new)."""
         local = self._local_blocks.pop(request_id, None)
-        if local is not None:
-            self._restart.extend(blocks[local:])
+        if local is None:
+            return
+        self._restart.extend(blocks[local:])
+        tracked = self._tracked.get(request_id)
+        if tracked is not None and tracked.prompt_ticket is not None:
+            tracked.readmitted = True
 
     def step(self, scheduled: Mapping[str, tuple[int, int]], block_ids: Callable[[str], Sequence[int]]) -> StepPlan:
         """Plan one step.
@@ -155,9 +171,7 @@ class CountsPlan:
             jobs.append(SumJob(tracked.slot, PROMPT_PART, tracked.prompt_ticket, blocks))
         if tracked.wants_output and end > tracked.prompt_tokens:
             ticket = next(self._tickets)
-            part = 1 + len(tracked.totals) % (PARTS - 1)
-            tracked.totals = {**dict(list(tracked.totals.items())[-1:]), end: (part, ticket)}
-            jobs.append(SumJob(tracked.slot, part, ticket, blocks))
+            jobs.append(SumJob(tracked.slot, tracked.next_part(end, ticket), ticket, blocks))
         return jobs
 
     # --- what the client gets -----------------------------------------------------------------------
@@ -203,6 +217,9 @@ class CountsPlan:
         total = self._slots.read(slot, part, ticket)
         if total is None:
             raise InputError(f"no sum over {forwarded} forwarded tokens")
+        complete = covered == tracked.prompt_tokens and total[0] == forwarded
+        if tracked.readmitted and not complete:  # the two sums may be over different tokens of the prompt
+            return np.zeros_like(prompt), tokens, 0
         return total[1] - prompt, tokens, total[0] - covered
 
     def _encode(self, counts: npt.NDArray[np.int32], tokens: int, covered: int) -> dict[str, Any]:

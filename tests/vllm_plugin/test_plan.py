@@ -1,0 +1,160 @@
+"""The scheduler side against a random paged-KV engine that keeps the truth."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from toy_engine import BLOCK, GEOMETRY, Request, ToyEngine, experts_of
+
+from coterie.vllm_plugin.plan import CountsPlan
+from coterie.vllm_plugin.slots import Slots
+from coterie.wire import OUTPUT_KEY, PROMPT_KEY, decode_counts
+
+PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
+COUNTS = {"coterie": "counts"}
+
+
+def run_traffic(seed: int, outside: bool, requests: int = 24) -> ToyEngine:
+    engine = ToyEngine(seed, outside=outside)
+    rng = np.random.default_rng(seed + 1)
+    for number in range(requests):
+        prompt = rng.integers(0, 2, rng.integers(1, 18)).tolist()  # few symbols, so that prefixes repeat
+        plain = rng.random() < 0.2
+        params = {} if plain else dict(PREFILL if rng.random() < 0.4 else COUNTS)
+        limit = 1 if "do_remote_decode" in params else int(rng.integers(1, 9))
+        engine.submit(Request(f"r{number}", prompt, len(prompt), limit, params))
+        engine.step()
+    for _ in range(4000):
+        if not (engine.waiting or engine.running):
+            return engine
+        engine.step()
+    raise AssertionError("the toy engine does not come to an end")
+
+
+def check(envelope, truth, tokens):
+    read = decode_counts(envelope)
+    covered, counts = truth
+    assert (read.tokens, read.covered) == (tokens, covered)
+    np.testing.assert_array_equal(read.counts, counts)
+
+
+def output_truth(request):
+    """Whole minus prompt; unknown (not covered) where a preempted request may not have got its whole prompt back."""
+    (whole, total), (covered, prompt) = request.params["total_truth"], request.prompt_truth
+    known = covered == request.prompt and whole == len(request.tokens) - 1
+    if request.limit == 1 or (request.readmitted and not known):
+        return 0, np.zeros_like(prompt)
+    return whole - covered, total - prompt
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_counts_are_exactly_the_tokens_forwarded_whatever_happens_to_blocks(seed):
+    engine = run_traffic(seed, outside=True)
+    for request, reply in engine.answers.values():
+        if not request.finished:
+            continue
+        if not {"do_remote_decode", "coterie"} & request.params.keys():
+            assert reply is None
+            continue
+        check(reply[PROMPT_KEY], request.prompt_truth, request.prompt)
+        if "coterie" in request.params:
+            check(reply[OUTPUT_KEY], output_truth(request), request.limit - 1)
+        else:
+            assert OUTPUT_KEY not in reply
+    assert engine.plan.live_slots == 0
+    assert engine.plan.take_dropped() == 0
+
+
+def test_the_toy_engine_really_does_all_it_claims():
+    seen = dict.fromkeys(ToyEngine(0).events, 0)
+    for seed in range(25):
+        for name, times in run_traffic(seed, outside=True).events.items():
+            seen[name] += times
+    assert min(seen.values()) >= 10, seen
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_without_outside_fills_every_token_is_covered(seed):
+    for request, reply in run_traffic(seed, outside=False).answers.values():
+        if reply:
+            counts = decode_counts(reply[PROMPT_KEY])
+            assert counts.complete
+            expected = np.zeros((GEOMETRY.layers, GEOMETRY.experts), int)
+            for end in range(1, request.prompt + 1):
+                for layer, ids in enumerate(experts_of(tuple(request.tokens[:end]))):
+                    expected[layer, ids] += 1
+            np.testing.assert_array_equal(counts.counts, expected)
+
+
+def plan_with_worker(slots=2):
+    plan = CountsPlan(GEOMETRY, BLOCK, slots)
+    worker = Slots.open(str(plan._path), slots, GEOMETRY.layers, GEOMETRY.experts)
+    worker.announce(GEOMETRY.layers)
+    return plan, worker
+
+
+@pytest.mark.parametrize("params", [None, [], "counts", {"coterie": ["counts"]}, {"coterie": {}}, {"coterie": 1}])
+def test_a_client_cannot_break_the_scheduler_with_strange_parameters(params):
+    plan, _ = plan_with_worker()
+    plan.request_added("a", 3, params)
+    assert not plan.step({"a": (0, 3)}, lambda _: [0]).jobs
+    assert plan.request_finished("a", 4) is None
+
+
+def test_when_slots_run_out_the_reply_has_no_counts_and_the_loss_is_counted():
+    plan, _ = plan_with_worker(slots=1)
+    for name in ("a", "b"):
+        plan.request_added(name, 3, PREFILL)
+    step = plan.step({"a": (0, 3), "b": (0, 3)}, lambda name: [0] if name == "a" else [1])
+    assert len(step.jobs) == 1
+    assert plan.request_finished("b", 4) is None
+    assert (plan.take_dropped(), plan.take_dropped()) == (1, 0)
+    assert plan.live_slots == 1
+    plan.request_finished("a", 4)
+    assert plan.live_slots == 0
+
+
+def test_a_sum_that_the_worker_did_not_write_is_not_returned():
+    plan, _ = plan_with_worker()
+    plan.request_added("a", 3, PREFILL)
+    plan.step({"a": (0, 3)}, lambda _: [0])
+    assert plan.request_finished("a", 4) is None
+    assert plan.take_dropped() == 1
+
+
+def test_a_sum_that_breaks_conservation_is_not_returned():
+    plan, worker = plan_with_worker()
+    plan.request_added("a", 3, PREFILL)
+    (job,) = plan.step({"a": (0, 3)}, lambda _: [0]).jobs
+    worker.write(job.slot, job.part, job.ticket, 3, np.full((2, 6), 7, np.int32))
+    assert plan.request_finished("a", 4) is None
+    assert plan.take_dropped() == 1
+
+
+def test_a_slot_that_went_to_another_request_does_not_answer_for_it():
+    plan, worker = plan_with_worker(slots=1)
+    counts = np.array([[3, 3, 0, 0, 0, 0], [0, 3, 3, 0, 0, 0]], np.int32)
+    plan.request_added("a", 3, PREFILL)
+    (job,) = plan.step({"a": (0, 3)}, lambda _: [0]).jobs
+    plan.request_finished("a", 4)
+    plan.request_added("b", 3, PREFILL)
+    plan.step({"b": (0, 3)}, lambda _: [1])
+    worker.write(job.slot, job.part, job.ticket, 3, counts)  # the aborted request's sum comes late
+    assert plan.request_finished("b", 4) is None
+
+
+def test_the_shared_file_is_private_and_unlinked_as_soon_as_it_is_mapped():
+    plan = CountsPlan(GEOMETRY, BLOCK, 2)
+    assert plan._path.stat().st_mode & 0o077 == 0
+    plan.step({}, lambda _: [])
+    assert plan._path.exists()
+    Slots.open(str(plan._path), 2, GEOMETRY.layers, GEOMETRY.experts).announce(2)
+    plan.step({}, lambda _: [])
+    assert not plan._path.exists()
+    plan.close()
+
+
+def test_an_engine_that_never_ran_a_step_leaves_no_file():
+    plan = CountsPlan(GEOMETRY, BLOCK, 2)
+    plan.close()
+    assert not plan._path.exists()
