@@ -193,7 +193,7 @@ def test_rows_that_cancel_out_keep_the_centroid():
         (np.eye(3), 0, "cannot make 0 clusters"),
         (np.eye(3) * 2, 2, "row 0 has length 2, not 1"),
         (np.diag([1.0, 0.0, 1.0]), 2, "row 1 has length 0, not 1"),
-        (np.diag([1.0, 1.0, np.nan]), 2, "row 2 has length nan, not 1"),
+        (np.diag([1.0, 1.0, np.nan]), 2, "rows hold a value that is not finite"),
         (np.ones(3), 2, r"rows of shape \(3,\)"),
         (np.eye(3, dtype=np.int64), 2, "int64 are not"),
     ],

@@ -75,9 +75,11 @@ def _check_rows(rows: npt.NDArray[np.floating[Any]], clusters: int) -> Floats:
         raise InputError(f"clustering: rows of shape {rows.shape} {rows.dtype} are not (N, D) floats")
     if not 1 <= clusters <= len(rows):
         raise InputError(f"clustering: {len(rows)} rows cannot make {clusters} clusters; give 1 to {len(rows)}")
+    if not np.isfinite(rows).all():
+        raise InputError("clustering: rows hold a value that is not finite")
     checked = rows.astype(np.float64)
     lengths = np.linalg.norm(checked, axis=1)
-    wrong = np.flatnonzero(~(np.abs(lengths - 1) <= _UNIT_TOLERANCE))  # also catches NaN
+    wrong = np.flatnonzero(np.abs(lengths - 1) > _UNIT_TOLERANCE)
     if wrong.size:
         raise InputError(f"clustering: row {wrong[0]} has length {lengths[wrong[0]]:.4g}, not 1")
     return checked

@@ -82,12 +82,12 @@ class Profile:
 
     def _check_values(self) -> None:
         lengths = np.linalg.norm(self.centroids.astype(np.float64), axis=1)
-        wrong = np.flatnonzero(~(np.abs(lengths - 1) <= _UNIT_TOLERANCE))  # also catches NaN
+        wrong = np.flatnonzero(np.abs(lengths - 1) > _UNIT_TOLERANCE)
         if wrong.size:
             raise ProfileError(f"profile: centroid {wrong[0]} has length {lengths[wrong[0]]:.4g}, not 1")
         if self.sizes.min() < 0:
             raise ProfileError(f"profile: a cluster of {self.sizes.min()} requests")
-        if not ((self.shares >= 0) & (self.shares <= 1)).all():
+        if self.shares.min() < 0 or self.shares.max() > 1:
             raise ProfileError("profile: a share of a label is outside 0..1")
         if not -1.001 <= self.cohesion <= 1.001:
             raise ProfileError(f"profile: cohesion {self.cohesion} is not a mean of cosines")
@@ -176,3 +176,5 @@ class Profile:
 def _check_array(name: str, array: npt.NDArray[Any], shape: tuple[int, ...], dtype: str) -> None:
     if array.shape != shape or array.dtype.name != dtype or 0 in shape:
         raise ProfileError(f"profile: {name} has shape {array.shape} {array.dtype}, not {shape} {dtype}")
+    if not np.isfinite(array).all():
+        raise ProfileError(f"profile: {name} holds a value that is not finite")
