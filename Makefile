@@ -31,5 +31,9 @@ test: vllm-env  ## everything, real vLLM included (under 25 minutes on two cores
 test-fast: install  ## what needs no vLLM (under 90 s)
 	$(BIN)/pytest -m 'not vllm'
 
+demo: vllm-env  ## 1 prefill and 2 decode servers of real vLLM, two policies, a table (under 6 minutes on two cores)
+	$(BIN)/coterie demo --cluster examples/demo/cluster.yaml --calibrate examples/prompts/calibrate.jsonl \
+		--serve examples/prompts/serve.jsonl --json .demo/result.json
+
 clean:           ## remove what the demo left behind (not the environments)
 	rm -rf .demo build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -145,7 +145,7 @@ def test_too_many_losses_in_a_row_fail_the_process(tree):
     server.start()
     os.kill(server.pids()[0], signal.SIGKILL)
     server.poll_until(State.FAILED)
-    assert server.process.problem == "ended 1 times in a row"
+    assert server.process.problem == "ended too often: 1 times in a row (killed by SIGKILL)"
 
 
 def test_a_command_that_ends_before_it_was_ready_is_not_tried_again(tmp_path):
@@ -153,7 +153,7 @@ def test_a_command_that_ends_before_it_was_ready_is_not_tried_again(tmp_path):
     process = SupervisedProcess(ProcessSpec("bad", command, tmp_path / "log", "unused"), probe=lambda _: False)
     process.start()
     wait_for(lambda: process.poll() or process.state is State.FAILED, "failure")
-    assert process.problem == "ended before it was ready"
+    assert process.problem == "ended before it was ready (exit status 2)"
     assert process.log_tail() == "no such flag"
 
 

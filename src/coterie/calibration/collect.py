@@ -18,8 +18,9 @@ from coterie.activations import ActivationTrace, build_trace
 from coterie.calibration.client import EngineClient
 from coterie.calibration.journal import Entry, Header, Journal
 from coterie.calibration.prompts import Prompt, read_prompts
+from coterie.core import ExpertCounts
 from coterie.errors import EngineError, InputError, UnsupportedError
-from coterie.wire import OUTPUT_KEY, PROMPT_KEY
+from coterie.wire import OUTPUT_KEY, PROMPT_KEY, decode_counts
 
 _PLUGIN = (
     '--kv-transfer-config \'{"kv_connector": "CountsConnector", "kv_role": "kv_both", '
@@ -141,11 +142,21 @@ async def _ask(client: EngineClient, header: Header, prompt: Prompt, position: i
         "kv_transfer_params": {PROMPT_KEY: "counts"},
     }
     try:
-        return _read(await client.post(prompt.path, body), position, client.server)
+        entry = _read(await client.post(prompt.path, body), position, client.server)
+        _check_covered(decode_counts(entry.prompt))
     except InputError as error:
         raise EngineError(f"{prompt.where}: {client.server} answered with damaged counts: {error}") from None
     except EngineError as error:
         raise EngineError(f"{prompt.where}: {error}") from None
+    return entry
+
+
+def _check_covered(prompt: ExpertCounts) -> None:
+    if not prompt.covered:
+        raise EngineError(
+            f"none of the prompt's {prompt.tokens} tokens were counted: their KV came from outside the engine; "
+            "collect from an engine without KV offloading"
+        )
 
 
 def _read(reply: dict[str, Any], position: int, server: str) -> Entry:

@@ -21,6 +21,7 @@ import yaml
 
 from coterie.core import Role
 from coterie.errors import ConfigError, EngineError
+from coterie.gateway.config import load_config
 from coterie.up.config import ClusterConfig
 from coterie.up.ports import PortChooser
 from coterie.up.processes import ProcessSpec, State, SupervisedProcess
@@ -53,11 +54,19 @@ class MemberStatus:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A process of the cluster."""
+    """A process of the cluster.
+
+    Attributes:
+        role: prefill, decode or gateway.
+        url: where it serves.
+        process: the process.
+        admin_url: a gateway's admin side; empty for engines.
+    """
 
     role: str
     url: str
     process: SupervisedProcess
+    admin_url: str = ""
 
     def status(self) -> MemberStatus:
         """A snapshot."""
@@ -129,21 +138,26 @@ class Cluster:
             self.start_gateway(self.config.gateway)
 
     def start_gateway(self, keys: Mapping[str, Any], *, name: str = "gateway") -> Member:
-        """Start a gateway in front of the engines, with these keys of `coterie serve`, and wait until it is ready."""
+        """Start a gateway in front of the engines, and wait until it is ready.
+
+        Args:
+            keys: of `coterie serve`, without the workers; where they name no port, a free one is taken.
+            name: of the process, its log and its configuration file.
+
+        Raises:
+            ConfigError: a key is unknown or wrong.
+            EngineError: it ended or was too slow; the message ends with its log.
+        """
         port, admin_port = self._ports.ports(0, 2, "gateway")
-        document = {
-            "host": HOST,
-            "port": port,
-            "admin_port": admin_port,
-            **keys,
-            "prefill": self.prefill_urls,
-            "decode": self.decode_urls,
-        }
+        workers = {"prefill": self.prefill_urls, "decode": self.decode_urls}
+        document = {"port": port, "admin_port": admin_port, **keys, **workers}
+        config = load_config(None, document)
         file = self.config.run_dir / f"{name}.yaml"
         file.write_text(yaml.safe_dump(document, sort_keys=False), encoding="utf-8")
-        url = f"http://{document['host']}:{document['port']}"
+        url = f"http://{config.host}:{config.port}"
         command = (sys.executable, "-m", "coterie", "serve", "--config", str(file))
-        member = Member("gateway", url, SupervisedProcess(self._spec(name, command, url, {})))
+        process = SupervisedProcess(self._spec(name, command, url, {}))
+        member = Member("gateway", url, process, f"http://{config.admin_host}:{config.admin_port}")
         self._launch([member])
         return member
 

@@ -22,8 +22,11 @@ from typing import Any
 import yaml
 
 from coterie.errors import ConfigError
+from coterie.gateway.config import load_config
 
 _MAX_ENGINES = 256
+_WORKERS = {"prefill": ("http://127.0.0.1:1",), "decode": ("http://127.0.0.1:2",)}
+"""Stand in for the workers while the gateway's other keys are checked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +115,7 @@ class _Section:
             engine_port=ports.number("engines", 0, 65535, default=0),
             side_channel_port=ports.number("side_channels", 0, 65535, default=0),
             ready_timeout_s=self.number("ready_timeout_s", 1, 86400, default=600),
-            gateway=self.mapping("gateway"),
+            gateway=self.gateway(),
         )
         ports.finish()
         self.finish()
@@ -158,8 +161,8 @@ class _Section:
 
     def path(self, key: str, default: Path) -> Path:
         if key not in self._left:
-            return default.absolute()
-        return (self._base / self.text(key)).absolute()
+            return default.resolve()
+        return (self._base / self.text(key)).resolve()
 
     def texts(self, key: str) -> tuple[str, ...]:
         value = self.take(key, [])
@@ -173,17 +176,28 @@ class _Section:
             raise self._wrong(key, "names and texts (quote numbers)", value)
         return value
 
-    def mapping(self, key: str) -> Mapping[str, Any] | None:
-        value = self._left.pop(key, None)
-        if value is not None and not isinstance(value, Mapping):
-            raise self._wrong(key, "keys and values", value)
-        return value
+    def gateway(self) -> Mapping[str, Any] | None:
+        """The gateway's keys, checked by the gateway's own rules; paths are made absolute."""
+        keys = self._left.pop("gateway", None)
+        if keys is None:
+            return None
+        if not isinstance(keys, Mapping):
+            raise self._wrong("gateway", "keys and values", keys)
+        where = f"{self._where}: gateway"
+        for key in _WORKERS.keys() & keys.keys():
+            raise ConfigError(f"{where}: {key} is filled in by `coterie up`; remove it")
+        try:
+            load_config(None, {**keys, **_WORKERS})
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from None
+        paths = {key: str((self._base / keys[key]).resolve()) for key in ("profile", "trace") if keys.get(key)}
+        return {**keys, **paths}
 
     def model(self) -> str:
         value = self.text("model")
         folder = self._base / value
         if folder.is_dir():
-            return str(folder.absolute())
+            return str(folder.resolve())
         if value.startswith((".", "/")):
             raise ConfigError(f"{self._where}: model: there is no folder {folder}")
         return value

@@ -101,6 +101,7 @@ class SupervisedProcess:
         self._since_s = 0.0  # when the present state began
         self._losses = 0  # ends in a row without a steady minute
         self._was_ready = False
+        self._last_end = ""
 
     @property
     def pid(self) -> int | None:
@@ -157,9 +158,9 @@ class SupervisedProcess:
         steady = self.state is State.READY and self._clock.now() - self._since_s >= _STEADY_S
         self._losses = 1 if steady else self._losses + 1
         if not self._was_ready:
-            self._fail("ended before it was ready")
+            self._fail(f"ended before it was ready ({self._last_end})")
         elif self._losses > self.spec.max_restarts:
-            self._fail(f"ended {self._losses} times in a row")
+            self._fail(f"ended too often: {self._losses} times in a row ({self._last_end})")
         else:
             self._enter(State.BACKOFF)
 
@@ -213,6 +214,7 @@ class SupervisedProcess:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._keeper.pid, signal.SIGKILL)
         self._keeper.communicate()
+        self._last_end = _describe_end(self._keeper.returncode)
         self._keeper = None
         return True
 
@@ -221,6 +223,14 @@ class SupervisedProcess:
         with self.spec.log.open("rb") as file:
             file.seek(max(0, self.spec.log.stat().st_size - _LOG_TAIL_BYTES))
             return "\n".join(file.read().decode("utf-8", "replace").splitlines()[-lines:])
+
+
+def _describe_end(status: int) -> str:
+    """Of a keeper: it passes on its command's status, shell style, unless it was killed itself."""
+    try:
+        return f"killed by {signal.Signals(-status if status < 0 else status - 128).name}"
+    except ValueError:
+        return f"exit status {status}"
 
 
 def group_cpu_s(group: int) -> float:

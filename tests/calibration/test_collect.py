@@ -1,0 +1,377 @@
+"""`coterie collect` against a small real HTTP server that answers as vLLM with the plugin does."""
+
+import asyncio
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import numpy as np
+import pytest
+
+from coterie.activations import ActivationTrace
+from coterie.calibration.collect import CollectOptions, run_collect
+from coterie.core import ExpertCounts, ModelGeometry, prompt_hash
+from coterie.errors import EngineError, InputError, TraceError, UnsupportedError
+from coterie.wire import encode_counts
+
+GEOMETRY = ModelGeometry(layers=2, experts=8, top_k=2)
+LINES = [
+    {"prompt": "def f():", "label": "code"},
+    {"prompt": "In the beginning", "label": "kjv"},
+    {"messages": [{"role": "user", "content": "Guten Tag"}], "label": "de"},
+    {"prompt": "no label"},
+]
+
+
+def counts_of(text, tokens, covered=None):
+    """Counts that depend on the text: every token chooses the same two experts."""
+    covered = tokens if covered is None else covered
+    first = sum(text.encode()) % 7
+    counts = np.zeros((2, 8), dtype=np.uint8)
+    counts[:, [first, first + 1]] = covered
+    return ExpertCounts(GEOMETRY, counts, tokens, covered)
+
+
+class Engine(ThreadingHTTPServer):
+    """Answers prompts of `len(text)` tokens; `script` may change the answer to the n-th request."""
+
+    daemon_threads = True
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.bodies = []
+        self.script = {}
+        self.lock = threading.Lock()
+
+    @property
+    def url(self):
+        return f"http://127.0.0.1:{self.server_port}"
+
+    def answer(self, path, body):
+        with self.lock:
+            self.bodies.append((path, body))
+            change = self.script.get(len(self.bodies))
+        text = body["prompt"] if path == "/v1/completions" else body["messages"][0]["content"]
+        n = body["max_tokens"]
+        params = {
+            "coterie": encode_counts(counts_of(text, len(text))),
+            "coterie_output": encode_counts(counts_of(text, n, n - 1)),
+        }
+        reply = {"kv_transfer_params": params, "usage": {"completion_tokens": n, "prompt_tokens": len(text)}}
+        return change(reply) if change else (200, reply)
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.reply(200, {"data": [{"id": "tiny"}]})
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        status, reply = self.server.answer(self.path, body)
+        if status is None:
+            self.close_connection = True
+        else:
+            self.reply(status, reply)
+
+    def reply(self, status, value):
+        data = json.dumps(value).encode()
+        self.send_response(status)
+        self.send_header("content-length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_):
+        pass
+
+
+class Silent:
+    def __init__(self):
+        self.begun = None
+        self.advanced = 0
+        self.notices = []
+
+    def begin(self, total, done):
+        self.begun = (total, done)
+
+    def advance(self):
+        self.advanced += 1
+
+    def notice(self, text):
+        self.notices.append(text)
+
+
+@pytest.fixture(scope="module")
+def server():
+    with Engine() as engine:
+        thread = threading.Thread(target=engine.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield engine
+        engine.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def engine(server):
+    server.bodies.clear()
+    server.script.clear()
+    return server
+
+
+class Collection:
+    """One output folder, collected into once or more often."""
+
+    def __init__(self, engine, folder):
+        self.engine = engine
+        self.prompts = folder / "prompts.jsonl"
+        self.output = folder / "out.trace"
+        self.partial = folder / "out.trace.partial"
+        self.report = Silent()
+        self.waits = []
+        self.write(LINES)
+
+    def write(self, lines):
+        self.prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    def run(self, **changes):
+        self.report = Silent()
+        options = {"server": self.engine.url, "prompts": self.prompts, "output": self.output, "max_tokens": 5}
+
+        async def sleep(seconds):
+            self.waits.append(seconds)
+
+        return asyncio.run(run_collect(CollectOptions(**{**options, **changes}), self.report, sleep=sleep))
+
+
+@pytest.fixture
+def collection(engine, tmp_path):
+    return Collection(engine, tmp_path)
+
+
+def test_the_trace_holds_every_prompt_in_the_order_of_the_file(collection):
+    trace = collection.run()
+    assert ActivationTrace.load(collection.output).digest() == trace.digest()
+    assert trace.model == "tiny"
+    assert trace.labels == ("code", "kjv", "de", "")
+    assert trace.prompt_hashes[0] == prompt_hash("def f():")
+    assert trace.prompt_hashes[2] == prompt_hash(LINES[2]["messages"])
+    assert trace.prefill_tokens.tolist() == [8, 16, 9, 8]
+    assert trace.decode_tokens.tolist() == [5] * 4
+    assert trace.decode_covered.tolist() == [4] * 4  # the last token is never forwarded
+    assert np.array_equal(trace.prefill[1], counts_of("In the beginning", 16).counts)
+    assert not collection.partial.exists()
+    assert collection.report.begun == (4, 0)
+    assert collection.report.advanced == 4
+
+
+def test_requests_are_greedy_of_fixed_length_and_ask_for_counts(collection):
+    collection.run()
+    paths = sorted(path for path, _ in collection.engine.bodies)
+    assert paths == ["/v1/chat/completions"] + ["/v1/completions"] * 3
+    for _, body in collection.engine.bodies:
+        assert body["model"] == "tiny"
+        assert (body["temperature"], body["ignore_eos"], body["max_tokens"]) == (0, True, 5)
+        assert body["kv_transfer_params"] == {"coterie": "counts"}
+        assert "stream" not in body
+
+
+def test_the_order_of_sending_is_seeded(collection):
+    def order(seed):
+        collection.engine.bodies.clear()
+        collection.run(seed=seed, concurrency=1, force=True)
+        return [body.get("prompt") for _, body in collection.engine.bodies]
+
+    assert order(1) == order(1)
+    assert len({tuple(order(seed)) for seed in range(6)}) > 1
+
+
+# --- crashes -----------------------------------------------------------------------------------------
+
+
+def crash_after(collection, requests):
+    """Run until `requests` are kept, then fail; returns the partial file's bytes."""
+    collection.engine.bodies.clear()
+    collection.engine.script = {requests + 1: lambda _: (500, {"error": {"message": "out of memory"}})}
+    with pytest.raises(EngineError, match="answered 500: out of memory"):
+        collection.run(concurrency=1)
+    collection.engine.script = {}
+    collection.engine.bodies.clear()
+    return collection.partial.read_bytes()
+
+
+@pytest.mark.parametrize("done", range(len(LINES)))
+def test_a_crash_after_any_request_costs_only_the_rest(collection, done):
+    crash_after(collection, done)
+    trace = collection.run()
+    assert len(collection.engine.bodies) == len(LINES) - done
+    assert collection.report.begun == (4, done)
+    assert trace.prefill_tokens.tolist() == [8, 16, 9, 8]
+
+
+def test_a_last_line_cut_anywhere_is_dropped_and_said(collection):
+    whole = crash_after(collection, 3)
+    last = whole.rstrip().rindex(b"\n") + 1
+    for cut in range(last + 1, len(whole), 97):
+        collection.partial.write_bytes(whole[:cut])
+        collection.engine.bodies.clear()
+        collection.run(force=True)
+        assert len(collection.engine.bodies) == 2
+        assert "cut short" in collection.report.notices[0]
+
+
+def test_a_cut_header_begins_again(collection):
+    collection.partial.write_bytes(b'{"model":"ti')
+    assert len(collection.run()) == 4
+
+
+def test_damage_before_the_last_line_is_an_error_naming_it(collection):
+    lines = crash_after(collection, 3).split(b"\n")
+    lines[2] = lines[2][:40]
+    collection.partial.write_bytes(b"\n".join(lines))
+    with pytest.raises(TraceError, match=r"out.trace.partial:3 is damaged .* delete the file"):
+        collection.run()
+    assert not collection.engine.bodies
+
+
+@pytest.mark.parametrize("changes", [{"max_tokens": 6}, {"model": "other"}])
+def test_a_partial_of_other_settings_is_refused_unless_forced(collection, changes):
+    before = crash_after(collection, 2)
+    with pytest.raises(TraceError, match=r"was begun with model .tiny.*--force"):
+        collection.run(**changes)
+    assert collection.partial.read_bytes() == before
+    assert not collection.engine.bodies
+    collection.run(**changes, force=True)
+    assert len(collection.engine.bodies) == 4
+
+
+def test_a_partial_of_other_prompts_is_refused(collection):
+    crash_after(collection, 2)
+    collection.write(LINES[::-1])
+    with pytest.raises(TraceError, match="was begun with"):
+        collection.run()
+
+
+# --- what the server may do --------------------------------------------------------------------------
+
+
+def without_plugin(reply):
+    return 200, {**reply, "kv_transfer_params": None}
+
+
+def test_a_server_without_the_plugin_is_named_with_the_flag_to_start_it_with(collection):
+    collection.engine.script = {1: without_plugin}
+    with pytest.raises(UnsupportedError, match=r"does not run coterie's plugin; start vLLM with --kv-transfer-config"):
+        collection.run(concurrency=1)
+    assert len(collection.engine.bodies) == 1
+
+
+def test_a_busy_server_is_asked_again_after_stated_waits(collection):
+    busy = {n: lambda _: (503, {"error": {"message": "starting"}}) for n in (1, 2, 3)}
+    collection.engine.script = busy
+    assert len(collection.run(concurrency=1)) == 4
+    assert collection.waits == [1.0, 2.0, 4.0]
+    assert collection.report.notices[0] == f"{collection.engine.url} answered 503: starting; next try in 1 s"
+
+
+def test_a_server_that_stays_busy_is_given_up(collection):
+    collection.engine.script = {n: lambda _: (503, {}) for n in range(1, 9)}
+    with pytest.raises(EngineError, match="answered 503"):
+        collection.run(concurrency=1)
+    assert collection.waits == [1.0, 2.0, 4.0, 8.0]
+
+
+def test_a_connection_that_breaks_is_tried_again(collection):
+    collection.engine.script = {2: lambda _: (None, None)}
+    assert len(collection.run(concurrency=1)) == 4
+    assert collection.waits == [1.0]
+
+
+def test_an_error_names_the_prompt_and_the_servers_words(collection):
+    too_long = {"error": {"message": "maximum context length is 1024"}}
+    collection.engine.script = {1: lambda _: (400, too_long)}
+    with pytest.raises(EngineError, match=r"prompts.jsonl:\d: .* answered 400: maximum context length is 1024"):
+        collection.run(concurrency=1)
+    assert collection.waits == []
+
+
+def test_counts_that_break_conservation_are_refused_and_not_kept(collection):
+    def damaged(reply):
+        reply["kv_transfer_params"]["coterie"]["covered"] -= 1
+        return 200, reply
+
+    collection.engine.script = {1: damaged}
+    with pytest.raises(EngineError, match=r"prompts.jsonl:\d: .* damaged counts"):
+        collection.run(concurrency=1)
+    assert collection.partial.read_bytes().count(b"\n") == 1  # the header alone
+
+
+def test_an_unreachable_server_is_named(collection):
+    with pytest.raises(EngineError, match=r"http://127.0.0.1:9/v1/models cannot be reached"):
+        collection.run(server="http://127.0.0.1:9")
+    assert not collection.partial.exists()
+
+
+def test_a_partly_covered_prompt_is_recorded_as_such(collection):
+    def partly(reply):
+        reply["kv_transfer_params"]["coterie"] = encode_counts(counts_of("x", 40, covered=8))
+        return 200, reply
+
+    collection.engine.script = {1: partly}
+    trace = collection.run(concurrency=1)
+    assert trace.complete.sum() == 3
+    assert trace.prefill_covered.min() == 8
+
+
+def test_a_prompt_of_which_nothing_was_counted_stops_the_collection(collection):
+    def nothing(reply):
+        reply["kv_transfer_params"]["coterie"] = encode_counts(counts_of("x", 40, covered=0))
+        return 200, reply
+
+    collection.engine.script = {1: nothing}
+    with pytest.raises(EngineError, match=r"prompts.jsonl:\d: none of the prompt's 40 tokens were counted"):
+        collection.run(concurrency=1)
+
+
+# --- what the user may do ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("{", "JSON|truncated"),
+        ('{"prompt": 3}', "Expected `str | null`, got `int`"),
+        ('{"prompt": ""}', "the prompt is empty"),
+        ('{"messages": []}', "the prompt is empty"),
+        ('{"label": "x"}', "either prompt or messages"),
+        ('{"prompt": "a", "messages": [{"role": "user"}]}', "either prompt or messages"),
+        ('{"prompt": "a", "lable": "x"}', "unknown field `lable`"),
+        ("", "truncated"),
+    ],
+)
+def test_every_line_is_checked_before_anything_is_sent(collection, line, problem):
+    good = json.dumps(LINES[0])
+    collection.prompts.write_text(f"{good}\n{line}\n{good}\n")
+    with pytest.raises(InputError, match=rf"prompts.jsonl:2: .*({problem})"):
+        collection.run()
+    assert not collection.engine.bodies
+
+
+def test_an_existing_trace_is_replaced_only_by_force(collection):
+    collection.output.write_text("mine")
+    with pytest.raises(InputError, match="exists; name another file, or pass --force"):
+        collection.run()
+    assert collection.output.read_text() == "mine"
+    assert len(collection.run(force=True)) == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"max_tokens": 1}, "max_tokens is 1"),
+        ({"concurrency": 0}, "concurrency is 0"),
+        ({"server": "127.0.0.1:8000"}, "is not a URL"),
+        ({"server": "http://:80:80"}, "is not a URL"),
+    ],
+)
+def test_an_option_out_of_range_is_refused(collection, changes, problem):
+    with pytest.raises(InputError, match=problem):
+        collection.run(**changes)

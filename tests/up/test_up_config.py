@@ -1,0 +1,95 @@
+"""The cluster file: what it may say, and what is an error."""
+
+from pathlib import Path
+
+import pytest
+
+from coterie.errors import ConfigError
+from coterie.up.config import PoolConfig, load_cluster_config
+
+MINIMAL = """
+model: ./model
+served_model_name: tiny
+prefill: {count: 1}
+decode: {count: 2}
+"""
+
+
+@pytest.fixture
+def load(tmp_path):
+    (tmp_path / "model").mkdir()
+
+    def read(text):
+        file = tmp_path / "cluster.yaml"
+        file.write_text(text)
+        return load_cluster_config(file, engine_env=Path("/env"))
+
+    return read
+
+
+def test_a_minimal_file_gets_the_defaults(load, tmp_path):
+    config = load(MINIMAL)
+    assert config.model == str(tmp_path / "model")
+    assert config.decode == PoolConfig(count=2)
+    assert config.engine_env == Path("/env")
+    assert (config.engine_port, config.side_channel_port) == (0, 0)
+    assert config.gateway is None
+
+
+def test_everything_can_be_said(load, tmp_path):
+    config = load("""
+model: org/name
+served_model_name: tiny
+engine: vllm
+engine_env: env
+prefill: {count: 1, args: [--max-num-seqs, "4"], env: {OMP_NUM_THREADS: "2"}}
+decode: {count: 1}
+ports: {engines: 9000, side_channels: 9100}
+run_dir: logs
+ready_timeout_s: 60
+gateway: {decode_policy: locality, profile: p.profile, port: 8100}
+""")
+    assert config.model == "org/name"
+    assert config.prefill.args == ("--max-num-seqs", "4")
+    assert config.prefill.env == {"OMP_NUM_THREADS": "2"}
+    assert (config.engine_port, config.side_channel_port) == (9000, 9100)
+    assert config.engine_env == tmp_path / "env"
+    assert config.run_dir == tmp_path / "logs"
+    assert config.gateway == {"decode_policy": "locality", "profile": str(tmp_path / "p.profile"), "port": 8100}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "problem"),
+    [
+        ("served_model_name: tiny", "", "cluster.yaml: missing key 'served_model_name'"),
+        ("decode: {count: 2}", "", "cluster.yaml: missing key 'decode'"),
+        ("decode: {count: 2}", "decode: {}", "cluster.yaml: decode: missing key 'count'"),
+        ("count: 2", "count: 0", "decode: count must be a whole number from 1 to 256, got 0"),
+        ("count: 2", "count: true", "decode: count must be a whole number from 1 to 256, got True"),
+        ("count: 2", "count: 2, arg: []", "cluster.yaml: decode: unknown key 'arg'"),
+        ("count: 2", "count: 2, args: [1]", r"decode: args must be a list of texts \(quote numbers\), got \[1\]"),
+        ("count: 2", "count: 2, env: {A: 1}", "decode: env must be names and texts"),
+        ("model: ./model", "model: ./mode", "model: there is no folder .*/mode"),
+        ("decode:", "decoder:", "missing key 'decode'"),
+        ("served_model_name: tiny", "served_model_name: 3", "served_model_name must be a text, got 3"),
+        ("model: ./model", "model: ./model\nengine: sglang", "engine must be one of vllm, got 'sglang'"),
+        ("model: ./model", "model: ./model\nports: {engine: 1}", "ports: unknown key 'engine'"),
+        ("model: ./model", "model: ./model\nports: {engines: 70000}", "engines must be a whole number from 0 to 65535"),
+        ("model: ./model", "model: ./model\nnodes: 2", "cluster.yaml: unknown key 'nodes'"),
+        ("model: ./model", "model: ./model\ngateway: 3", "gateway must be keys and values, got 3"),
+        ("model: ./model", "model: ./model\ngateway: {taus: 1}", "cluster.yaml: gateway: .*unknown keys taus"),
+        ("model: ./model", "model: ./model\ngateway: {decode: [x]}", "gateway: decode is filled in by `coterie up`"),
+        ("model: ./model", "model: ./model\ngateway: {port: -1}", "gateway: port: must be from 0 to 65535"),
+        (MINIMAL, "- a", "expected keys and values, got"),
+        (MINIMAL, "{", "cannot be read"),
+    ],
+)
+def test_what_is_wrong_is_named(load, old, new, problem):
+    assert old in MINIMAL
+    with pytest.raises(ConfigError, match=problem):
+        load(MINIMAL.replace(old, new))
+
+
+def test_a_file_that_is_not_there_is_named():
+    with pytest.raises(ConfigError, match=r"/no/such\.yaml: cannot be read"):
+        load_cluster_config(Path("/no/such.yaml"), engine_env=Path("/env"))
