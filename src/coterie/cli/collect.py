@@ -60,7 +60,6 @@ class CollectProgress:
 
     def begin(self, total: int, done: int) -> None:
         """Show how much there is to do, and how much an earlier run did."""
-        # a column of its own for earlier work would not help: the bar starts where that run ended
         self._bar.reset(self._task, total=total, completed=done)
         if done:
             self.notice(f"{done} of {total} requests were finished by an earlier run")
