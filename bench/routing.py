@@ -1,0 +1,145 @@
+#!/usr/bin/env python3
+"""What fitting and routing cost at the size of Qwen3-30B-A3B: 48 layers of 128 experts, top-8.
+
+    python3 bench/routing.py [--json]
+
+The counts are made up: each domain favours its own experts, as a trained model does.  Fits are in CPU time of
+the whole process.  Decisions are in wall-clock time, the median over 100 batches of 20; run it on a quiet machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from itertools import cycle
+
+import numpy as np
+
+from coterie.activations import ActivationTrace
+from coterie.calibration import Profile, fit
+from coterie.core import ExpertCounts, ModelGeometry, RouteRequest, WorkerState, prompt_hash
+from coterie.routing import Ledger, make_policy, route
+from coterie.wire import decode_counts, encode_counts
+
+GEOMETRY = ModelGeometry(layers=48, experts=128, top_k=8)
+REQUESTS = 1000
+DOMAINS = 20
+PROMPT_TOKENS = 64
+OUTPUT_TOKENS = 8
+DECISIONS = 2000
+BATCH = 20
+
+
+def made_up_counts(rng: np.random.Generator, affinity: np.ndarray, tokens: int) -> np.ndarray:
+    """`[L, E]` counts of tokens that choose by `affinity` plus noise: the Gumbel trick draws without replacement."""
+    counts = np.zeros((GEOMETRY.layers, GEOMETRY.experts), np.uint16)
+    noise = rng.gumbel(size=(tokens, GEOMETRY.layers, GEOMETRY.experts)).astype(np.float32)
+    chosen = np.argpartition(affinity + noise, -GEOMETRY.top_k, axis=-1)[..., -GEOMETRY.top_k :]
+    for layer in range(GEOMETRY.layers):
+        counts[layer] = np.bincount(chosen[:, layer].ravel(), minlength=GEOMETRY.experts)
+    return counts
+
+
+def made_up_trace() -> ActivationTrace:
+    rng = np.random.default_rng(0)
+    affinities = 2 * rng.normal(size=(DOMAINS, GEOMETRY.layers, GEOMETRY.experts)).astype(np.float32)
+    domains = rng.integers(DOMAINS, size=REQUESTS)
+    return ActivationTrace(
+        model="made-up",
+        geometry=GEOMETRY,
+        prefill=np.stack([made_up_counts(rng, affinities[d], PROMPT_TOKENS) for d in domains]),
+        decode=np.stack([made_up_counts(rng, affinities[d], OUTPUT_TOKENS - 1) for d in domains]),
+        prefill_tokens=np.full(REQUESTS, PROMPT_TOKENS),
+        prefill_covered=np.full(REQUESTS, PROMPT_TOKENS),
+        decode_tokens=np.full(REQUESTS, OUTPUT_TOKENS),
+        decode_covered=np.full(REQUESTS, OUTPUT_TOKENS - 1),
+        prompt_hashes=tuple(prompt_hash([i]) for i in range(REQUESTS)),
+        labels=tuple(f"domain {d}" for d in domains),
+    )
+
+
+def microseconds(call: Callable[[], object]) -> float:
+    """Median time of one call."""
+    samples = []
+    for _ in range(DECISIONS // BATCH):
+        started = time.perf_counter_ns()
+        for _ in range(BATCH):
+            call()
+        samples.append((time.perf_counter_ns() - started) / BATCH / 1000)
+    return statistics.median(samples)
+
+
+def measure_fit(trace: ActivationTrace, clusters: int) -> tuple[Profile, float]:
+    started = time.process_time()
+    profile = fit(trace, clusters)
+    return profile, time.process_time() - started
+
+
+def measure_policies(trace: ActivationTrace, profile: Profile, workers: int) -> dict[str, float]:
+    """Microseconds per decision, by policy, with some load on every worker."""
+    targets = [WorkerState(f"d{i}", f"d{i}") for i in range(workers)]
+    ledger, rng = Ledger(targets), np.random.default_rng(0)
+    for worker in rng.integers(workers, size=4 * workers):
+        ledger.lease(f"d{worker}", RouteRequest("held"))
+    requests = cycle(
+        RouteRequest(
+            str(i),
+            counts=ExpertCounts(GEOMETRY, trace.prefill[i], PROMPT_TOKENS, PROMPT_TOKENS),
+            prompt_hash=trace.prompt_hashes[i],
+            prefix=trace.prompt_hashes[i].encode(),
+        )
+        for i in range(256)
+    )
+    times = {}
+    for name in ("round_robin", "random", "least_load", "power_of_two", "prefix", "domain", "locality"):
+        policy = make_policy(name, targets, profile=profile, trace=trace)
+        times[name] = microseconds(lambda policy=policy: route(policy, next(requests), ledger.states(), rng))
+    return times
+
+
+def measure_parts(trace: ActivationTrace, profile: Profile) -> dict[str, float]:
+    """Microseconds of the steps around a decision."""
+    counts = ExpertCounts(GEOMETRY, trace.prefill[0], PROMPT_TOKENS, PROMPT_TOKENS)
+    envelope = encode_counts(counts)
+    ledger = Ledger([WorkerState(f"d{i}", f"d{i}") for i in range(256)])
+    request = RouteRequest("r", counts=counts)
+    return {
+        "read the counts envelope": microseconds(lambda: decode_counts(envelope)),
+        "counts to signature": microseconds(lambda: profile.transform.apply(counts.counts)),
+        "states of 256 workers": microseconds(ledger.states),
+        "lease and release": microseconds(lambda: ledger.lease("d7", request).release()),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    as_json = parser.parse_args().json
+    trace = made_up_trace()
+    fits = {clusters: measure_fit(trace, clusters) for clusters in (16, 64)}
+    report = {
+        "machine": f"{platform.machine()}, Python {platform.python_version()}, numpy {np.__version__}",
+        "fit_cpu_s": {f"{REQUESTS} requests, {k} clusters": seconds for k, (_, seconds) in fits.items()},
+        "decision_us": {f"{k} workers": measure_policies(trace, profile, k) for k, (profile, _) in fits.items()},
+        "parts_us": measure_parts(trace, fits[16][0]),
+    }
+    print(json.dumps(report, indent=2) if as_json else as_table(report))
+
+
+def as_table(report: dict) -> str:
+    lines = [report["machine"], f"{GEOMETRY}", "", "fit (CPU s)"]
+    lines += [f"  {name:30}{seconds:9.2f}" for name, seconds in report["fit_cpu_s"].items()]
+    lines += ["", f"{'one decision (us)':32}" + "".join(f"{pool:>14}" for pool in report["decision_us"])]
+    pools = list(report["decision_us"].values())
+    lines += [f"  {name:30}" + "".join(f"{pool[name]:14.1f}" for pool in pools) for name in pools[0]]
+    lines += ["", "steps around it (us)"]
+    lines += [f"  {name:30}{value:9.1f}" for name, value in report["parts_us"].items()]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
