@@ -2,7 +2,7 @@ from dataclasses import fields, replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
@@ -184,6 +184,7 @@ def test_all_optional_fields_survive_a_file(trace, tmp_path):
     assert_equal(ActivationTrace.load(tmp_path / "trace"), trace)
 
 
+@settings(max_examples=30)
 @given(seeds=st.lists(st.integers(0, 99), min_size=1, max_size=4), labels=st.lists(st.text(max_size=3), min_size=4))
 def test_any_labels_survive_a_file(tmp_path_factory, seeds, labels):
     trace = build_trace("m", [record(seed, label=label) for seed, label in zip(seeds, labels, strict=False)])

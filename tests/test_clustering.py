@@ -46,7 +46,6 @@ def test_assignment_equals_the_best_of_all_assignments(problem):
     assert total(similarity, labels) == pytest.approx(best_by_enumeration(similarity, capacity), abs=1e-10)
 
 
-@settings(deadline=None)
 @given(problems(most_rows=60, most_clusters=9))
 def test_assignment_equals_the_hungarian_optimum(problem):
     similarity, capacity = problem
@@ -112,7 +111,7 @@ def test_separate_groups_are_found():
     assert sorted(np.bincount(truth * 4 + found.labels, minlength=16)) == [0] * 12 + [25] * 4
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.integers(1, 40), st.integers(1, 8), st.integers(0, 2**32))
 def test_no_cluster_exceeds_its_share_and_centroids_are_unit(rows, clusters, seed):
     rng = np.random.default_rng(seed)

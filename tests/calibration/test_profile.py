@@ -136,7 +136,7 @@ def test_a_damaged_file_is_refused_with_file_and_remedy(profile, path, header, a
         Profile.load(path)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_a_flipped_byte_is_a_profile_error_or_harmless(tmp_path_factory, data):
     path = tmp_path_factory.mktemp("profiles") / "profile"

@@ -145,7 +145,7 @@ class Traffic(RuleBasedStateMachine):
 
 
 TestTraffic = Traffic.TestCase
-TestTraffic.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+TestTraffic.settings = settings(max_examples=40, stateful_step_count=25)
 
 
 @given(st.lists(st.sampled_from("ab"), min_size=1, max_size=20))
