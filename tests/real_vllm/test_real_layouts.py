@@ -1,0 +1,78 @@
+"""Other layouts of real vLLM: tensor parallel, several KV groups, a dense model, and the V2 runner's call sequence."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from conftest import TINY, vllm_server
+from oracle import ask_counts, assert_same_routing, complete, metric, prompts, transformers_counts
+
+from coterie.engines.vllm_nixl import kv_transfer_config
+from coterie.wire import PROMPT_KEY, decode_counts
+
+PD = kv_transfer_config("prefill", kv_buffer_device="cpu")
+
+
+def check_against_transformers(url, model, engine_python, folder, texts):
+    answers = [ask_counts(url, text, max_tokens=9) for text in texts]
+    again = [ask_counts(url, text)[0] for text in texts]
+    ids = [answer[2] for answer in answers] + [answer[2] + answer[3][:-1] for answer in answers]
+    counts, near = transformers_counts(engine_python, model, ids, folder)
+    for i, (prompt, output, _, _) in enumerate(answers):
+        assert prompt.complete
+        assert_same_routing(prompt.counts, counts[i], near[i])
+        assert_same_routing(output.counts, counts[len(texts) + i] - counts[i], near[len(texts) + i])
+        np.testing.assert_array_equal(again[i].counts, prompt.counts)
+
+
+def test_tensor_parallel_ranks_count_each_token_once(engine_env, engine_python, tmp_path):
+    with vllm_server(
+        engine_env, tmp_path, TINY, PD, "--tensor-parallel-size", "2", "--block-size", "32",
+        "--num-gpu-blocks-override", "200",
+    ) as url:  # fmt: skip
+        check_against_transformers(url, TINY, engine_python, tmp_path, prompts()[:6])
+        assert metric(url, "coterie_plugin_dropped_total") == 0
+
+
+def test_a_model_with_several_kv_groups_is_counted_by_its_full_attention_group(
+    engine_env, engine_python, sliding_window_model, tmp_path
+):
+    with vllm_server(
+        engine_env, tmp_path, sliding_window_model, PD, "--no-disable-hybrid-kv-cache-manager",
+        "--num-gpu-blocks-override", "60", "--block-size", "32",
+    ) as url:  # fmt: skip
+        texts = [text for text in prompts() if len(text) > 400][:6]
+        params = complete(url, texts[0], kv_transfer_params={"do_remote_decode": True})["kv_transfer_params"]
+        assert len(params["remote_block_ids"]) == 2, "the model has only one KV group"
+        assert decode_counts(params[PROMPT_KEY]).complete
+        check_against_transformers(url, sliding_window_model, engine_python, tmp_path, texts)
+
+
+def test_a_dense_model_is_refused_at_start_with_the_remedy(engine_env, tmp_path):
+    dense = tmp_path / "dense"
+    shutil.copytree(TINY, dense)
+    config = json.loads((dense / "config.json").read_text())
+    for key in [key for key in config if "expert" in key or "moe" in key]:
+        del config[key]
+    config |= {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+    (dense / "config.json").write_text(json.dumps(config))
+    folder = tmp_path / "log"
+    folder.mkdir()
+    with (
+        pytest.raises(AssertionError),
+        vllm_server(engine_env, folder, dense, PD, "--load-format", "dummy", "--num-gpu-blocks-override", "60"),
+    ):
+        pass
+    log = (folder / "server.log").read_text(errors="replace")
+    assert "a dense model: there are no experts to count; remove CountsConnector" in log
+
+
+def test_rows_on_a_torch_device_count_as_numpy_does(engine_python):
+    assert "rows agree" in engine_python("check_rows.py")
+
+
+def test_the_v2_runners_call_sequence_counts_once_and_before_the_output_copy(engine_python):
+    assert "v2 sequence agrees" in engine_python("drive_v2_runner.py")
