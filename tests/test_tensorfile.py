@@ -68,9 +68,23 @@ def test_a_write_that_fails_leaves_the_old_file_untouched(path, tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["film.safetensors"]
 
 
-def test_a_missing_folder_is_named(tmp_path):
-    with pytest.raises(TraceError, match="nowhere"):
-        FORMAT.write(tmp_path / "nowhere" / "film", Header("Rome"), {"photos": np.zeros(1, np.float32)})
+@pytest.mark.parametrize(("parent", "problem"), [("nowhere", "No such file"), ("a_file", "Not a directory")])
+def test_a_folder_that_cannot_hold_the_file_is_named(tmp_path, parent, problem):
+    (tmp_path / "a_file").touch()
+    with pytest.raises(TraceError, match=f"{parent}/film: cannot be written: {problem}"):
+        FORMAT.write(tmp_path / parent / "film", Header("Rome"), {"photos": np.zeros(1, np.float32)})
+
+
+def test_an_interrupted_write_leaves_nothing_behind(path, tmp_path, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    path.write_text("old")
+    monkeypatch.setattr("os.fsync", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        FORMAT.write(path, Header("Rome"), {"photos": np.zeros(1, np.float32)})
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
+    assert path.read_text() == "old"
 
 
 def test_a_missing_file_is_named_with_the_remedy(path):

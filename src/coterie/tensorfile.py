@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -78,9 +79,13 @@ class TensorFormat(Generic[Header]):
             unfinished.chmod(mode)
             _flush(unfinished)
             unfinished.replace(target)
-        except (OSError, SafetensorError) as error:
-            unfinished.unlink(missing_ok=True)
+        except OSError as error:
+            raise self.error(f"{target}: cannot be written: {error.strerror or error}") from None
+        except SafetensorError as error:
             raise self.error(f"{target}: cannot be written: {error}") from None
+        finally:
+            with suppress(OSError):  # it is there only if something went wrong
+                unfinished.unlink()
 
     def read(self, path: str | os.PathLike[str]) -> tuple[Header, dict[str, Array]]:
         """Read a file's header and arrays.

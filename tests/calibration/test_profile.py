@@ -147,11 +147,3 @@ def test_a_flipped_byte_is_a_profile_error_or_harmless(tmp_path_factory, data):
     path.write_bytes(content)
     with suppress(ProfileError):
         Profile.load(path)
-
-
-def test_a_profile_of_another_model_is_refused_with_both_names(profile):
-    profile.check_model(["m", "alias"])
-    with pytest.raises(
-        ProfileError, match=r"fitted for the model m, but the engines serve big, other; .*`coterie fit`"
-    ):
-        profile.check_model(["other", "big"])

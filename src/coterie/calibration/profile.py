@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,21 +105,6 @@ class Profile:
     def purity(self) -> float:
         """Share of the trace's requests that have the most frequent label of their cluster."""
         return float(self.sizes @ self.shares) / max(int(self.sizes.sum()), 1)
-
-    def check_model(self, served: Collection[str]) -> None:
-        """Check that the profile was fitted for a model that the engines serve.
-
-        Args:
-            served: names under which the engines serve their model.
-
-        Raises:
-            ProfileError: naming both and the remedy.
-        """
-        if self.model not in served:
-            raise ProfileError(
-                f"profile: fitted for the model {self.model}, but the engines serve {', '.join(sorted(served))}; "
-                "record a trace of this model with `coterie collect` and fit it with `coterie fit`"
-            )
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the profile to one safetensors file; what was there is replaced at once or not at all.

@@ -25,7 +25,8 @@ class Locality:
     The score says how much of the experts that the request will use its group already loads at each step; a
     step of decoding reads the union of its requests' experts once.  The band keeps load in the choice: groups
     whose scores differ by less than `tau` are as good as equal, so the least loaded of them is taken, ties to the
-    least recently assigned.  With tau = 0 only the nearest group is left; with tau = 2 it is least load.
+    least recently assigned.  With tau = 0 only the nearest group is left (and exact ties); with tau = 2 all are,
+    and it is least load.
 
     Locality picks groups and load picks the worker: the data-parallel ranks of an expert-parallel group share
     its experts.  A group without an available worker is no candidate, and its requests go to the next nearest.
