@@ -157,8 +157,8 @@ class ClientConnection(asyncio.Protocol):
 
     __slots__ = (
         "_body", "_body_size", "_closed", "_draining", "_handler", "_head_size", "_in_head", "_limits", "_loop",
-        "_next", "_parser", "_registry", "_reply", "_task", "_transport", "_waiting", "_waiting_size", "deadline",
-        "full",
+        "_next", "_parser", "_partial", "_registry", "_reply", "_task", "_transport", "_waiting", "_waiting_size",
+        "deadline", "full",
     )  # fmt: skip
 
     def __init__(
@@ -240,10 +240,13 @@ class ClientConnection(asyncio.Protocol):
 
     def expire(self) -> None:
         """The deadline has passed."""
-        if self._next.method and not self.busy and not self._draining:
+        assert self._transport is not None
+        if self.busy or self._draining or self._transport.is_closing():
+            self.abort()
+        elif self._partial:
             self._refuse(_RefusedError(408, "the request did not arrive in time"))
         else:
-            self.abort()
+            self._transport.close()
 
     def shut(self) -> None:
         """Take no further request; close now if none is in flight."""
@@ -255,32 +258,44 @@ class ClientConnection(asyncio.Protocol):
 
     # --- parsing ---
 
-    def _start_message(self) -> None:
+    def _start_message(self, *, partial: bool = False) -> None:
         self._next = Request()
+        self._partial = partial
         self._body: list[bytes] = []
         self._body_size = 0
         self._head_size = 0
         self._in_head = True
 
     def _feed(self, data: bytes) -> None:
-        if self._in_head:
-            self._head_size += len(data)
+        before = self._next
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
-            # The request itself is complete; the offer to speak another protocol is declined by ignoring it.
-            self._parser = httptools.HttpRequestParser(self)
-            self._feed(data[upgrade.args[0] :])
+            self._decline_upgrade(data[upgrade.args[0] :])
         except httptools.HttpParserCallbackError as error:
             raise error.__context__ or error from None
         except httptools.HttpParserError as error:
             raise _RefusedError(400, f"not an HTTP/1.1 request: {error}") from None
-        if self._in_head and self._head_size > MAX_HEAD_BYTES:
-            raise _RefusedError(431, f"the headers are larger than {MAX_HEAD_BYTES} bytes")
+        if self._in_head and self._next is before:
+            self._head_size += len(data)  # a head that began within a read counts from the next read on
+            self._check_head_size(self._head_size)
+
+    def _decline_upgrade(self, rest: bytes) -> None:
+        """Read the request on as if it had not offered another protocol, as RFC 9110, section 7.8, lets a server.
+
+        Some clients offer HTTP/2 with every request; the parser takes what follows for the other protocol.
+        """
+        request = self._next
+        if request.method == "CONNECT":
+            raise _RefusedError(405, "CONNECT is not served")
+        lines = [b"%b %b HTTP/1.1" % (request.method.encode(), request.target)]
+        lines += [b"%b: %b" % header for header in request.headers if header[0] != b"upgrade"]
+        self._parser = httptools.HttpRequestParser(self)
+        self._feed(b"\r\n".join([*lines, b"", rest]))
 
     def on_message_begin(self) -> None:
         """Called by the parser."""
-        self._start_message()
+        self._start_message(partial=True)
         if not self.busy:
             self.deadline = self._loop.time() + self._limits.request_s
 
@@ -297,9 +312,10 @@ class ClientConnection(asyncio.Protocol):
         request = self._next
         request.method = self._parser.get_method().decode("ascii")
         request.http10 = self._parser.get_http_version() == "1.0"
+        if self._parser.should_upgrade():
+            return
         self._in_head = False
-        if sum(len(name) + len(value) + 4 for name, value in request.headers) > MAX_HEAD_BYTES:
-            raise _RefusedError(431, f"the headers are larger than {MAX_HEAD_BYTES} bytes")
+        self._check_head_size(sum(len(name) + len(value) + 4 for name, value in request.headers))
         self._check_body_size(int(request.header(b"content-length") or 0))
         if not self.busy and (request.header(b"expect") or b"").lower() == b"100-continue":
             self.write(_CONTINUE)
@@ -312,6 +328,8 @@ class ClientConnection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         """Called by the parser."""
+        if self._parser.should_upgrade():
+            return
         request = self._next
         request.body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
         request.keep_alive = self._parser.should_keep_alive()
@@ -321,6 +339,10 @@ class ClientConnection(asyncio.Protocol):
             self._waiting_size += len(request.body)
         else:
             self._begin(request)
+
+    def _check_head_size(self, size: int) -> None:
+        if size > MAX_HEAD_BYTES:
+            raise _RefusedError(431, f"the headers are larger than {MAX_HEAD_BYTES} bytes")
 
     def _check_body_size(self, size: int) -> None:
         if size > self._limits.body_bytes:

@@ -218,7 +218,7 @@ class ChunkedFraming:
         self._left -= stop - at
         if self.payload is not None:
             # _left counts the \r\n that closes the chunk: what of it lies before `stop` is not payload.
-            self.payload.append(data[at : stop - max(0, 2 - self._left)])
+            self.payload.append(data[at : max(at, stop - max(0, 2 - self._left))])
         if not self._left and data[stop - 1] != 0x0A:
             raise MalformedError("a chunk is longer than its size")
         return stop

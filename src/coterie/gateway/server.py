@@ -117,7 +117,7 @@ async def _admin(gateway: Gateway, listener: socket.socket) -> AsyncIterator[Non
     try:
         yield
     finally:
-        server.should_exit = True
+        server.stop.set()
         await task
 
 

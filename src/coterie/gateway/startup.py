@@ -52,7 +52,7 @@ async def start_up(gateway: Gateway, profile: Profile | None, trace: ActivationT
 async def _wait_for_workers(gateway: Gateway, prober: Prober) -> None:
     """Check all workers until one of each role is well; those that are not by then may join later."""
     loop = asyncio.get_running_loop()
-    end_s = loop.time() + gateway.config.startup_timeout_s
+    end_s, told = loop.time() + gateway.config.startup_timeout_s, False
     while True:
         waiting = [worker for worker in gateway.workers if worker.problem is not None]
         await asyncio.gather(*(_check(gateway, prober, worker) for worker in waiting))
@@ -60,6 +60,9 @@ async def _wait_for_workers(gateway: Gateway, prober: Prober) -> None:
             return
         if loop.time() > end_s:
             _require_each_role(gateway)
+        missing = "; ".join(str(worker.problem) for worker in gateway.workers if worker.problem is not None)
+        _log.log(logging.DEBUG if told else logging.INFO, "waiting for workers: %s", missing)
+        told = True
         await asyncio.sleep(_POLL_S)
 
 

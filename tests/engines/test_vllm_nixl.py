@@ -1,0 +1,195 @@
+"""Bodies for vLLM with NIXL: what is changed, and that nothing else is."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coterie import wire
+from coterie.core import ExpertCounts, ModelGeometry
+from coterie.engines.vllm_nixl import CHAT, COMPLETIONS, VllmNixl, kv_transfer_config
+from coterie.errors import EngineError, RequestError, WireError
+
+engine = VllmNixl()
+REPLY = b'{"usage":{"prompt_tokens":5},"kv_transfer_params":{"remote_block_ids":[[1, 2]],"new":{"a" :1e3}}}'
+
+scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
+values = st.recursive(
+    scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3)
+)
+reserved = ("kv_transfer_params", "bootstrap_", "routed_")
+typed = {
+    "model",
+    "stream",
+    "max_tokens",
+    "max_completion_tokens",
+    "n",
+    "best_of",
+    "use_beam_search",
+    "prompt_logprobs",
+    "echo",
+    "prompt",
+    "messages",
+}
+unknown = st.dictionaries(st.text().filter(lambda name: not name.startswith(reserved) and name not in typed), values)
+
+
+@given(unknown, st.sampled_from([None, 1, "\t"]), st.booleans())
+def test_unknown_fields_pass_byte_for_byte(fields: dict[str, object], indent: int | str | None, ascii_: bool) -> None:
+    body = json.dumps({"prompt": "x", **fields}, indent=indent, ensure_ascii=ascii_).encode("utf-8", "surrogatepass")
+    try:
+        sent = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return  # lone surrogates are not UTF-8; whether they are refused is not the point here
+    call = engine.parse(COMPLETIONS, body)
+    passed = msgspec.json.decode(engine.decode_body(call, engine.handoff(REPLY)), type=dict[str, msgspec.Raw])
+    assert {name: bytes(raw) for name, raw in passed.items() if name != "kv_transfer_params"} == {
+        name: bytes(raw) for name, raw in sent.items()
+    }
+    assert bytes(passed["kv_transfer_params"]) == b'{"remote_block_ids":[[1, 2]],"new":{"a" :1e3}}'
+
+
+@pytest.mark.parametrize("field", ["kv_transfer_params", "bootstrap_host", "bootstrap_room", "routed_dp_rank"])
+def test_clients_cannot_set_what_steers_transfer_and_placement(field: str) -> None:
+    call = engine.parse(COMPLETIONS, json.dumps({"prompt": "x", field: {"do_remote_prefill": True}}).encode())
+    assert json.loads(engine.decode_body(call, None)) == {"prompt": "x"}
+    assert field == "kv_transfer_params" or field not in json.loads(engine.prefill_body(call))
+
+
+def test_the_prefill_body_has_one_token_whatever_limits_the_client_set() -> None:
+    body = {
+        "messages": [],
+        "max_tokens": 9,
+        "max_completion_tokens": 8,
+        "min_tokens": 4,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "n": 1,
+        "min_completion_tokens": 3,
+        "best_of": 1,
+        "tools": [1],
+    }
+    call = engine.parse(CHAT, json.dumps(body).encode())
+    sent = json.loads(engine.prefill_body(call))
+    assert sent.pop("kv_transfer_params")["do_remote_decode"] is True
+    assert sent == {"messages": [], "max_tokens": 1, "max_completion_tokens": 1, "stream": False, "n": 1, "tools": [1]}
+    assert call.stream
+    assert call.output_tokens == 8
+    assert "max_completion_tokens" not in json.loads(engine.prefill_body(engine.parse(COMPLETIONS, b'{"prompt": "x"}')))
+
+
+def test_a_release_is_the_prefill_body_with_the_handoff() -> None:
+    call = engine.parse(COMPLETIONS, b'{"prompt": "x", "max_tokens": 100, "stream": true}')
+    sent = json.loads(engine.release_body(call, engine.handoff(REPLY)))
+    assert sent == {
+        "prompt": "x",
+        "max_tokens": 1,
+        "n": 1,
+        "stream": False,
+        "kv_transfer_params": {"remote_block_ids": [[1, 2]], "new": {"a": 1000.0}},
+    }
+
+
+def test_the_envelopes_are_taken_out_of_what_the_decode_server_sees() -> None:
+    geometry = ModelGeometry(1, 2, 1)
+    counts = ExpertCounts(geometry, np.array([[3, 2]], np.uint8), 5, 5)
+    params = {"a": 1, "coterie": wire.encode_counts(counts), "coterie_output": {}}
+    handoff = engine.handoff(json.dumps({"usage": {"prompt_tokens": 5}, "kv_transfer_params": params}).encode())
+    assert {name: bytes(raw) for name, raw in handoff.params.items()} == {"a": b"1"}
+    assert handoff.prompt_tokens == 5
+    read = engine.counts(handoff)
+    assert read is not None
+    assert read.counts.tolist() == [[3, 2]]
+    assert engine.counts(engine.handoff(REPLY)) is None
+
+
+@pytest.mark.parametrize("envelope", [1, "x", [], {}, {"v": 2}])
+def test_a_wrong_envelope_is_found_only_when_it_is_read(envelope: object) -> None:
+    handoff = engine.handoff(json.dumps({"kv_transfer_params": {"a": 1, "coterie": envelope}}).encode())
+    with pytest.raises(WireError):
+        engine.counts(handoff)
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        b"",
+        b"[]",
+        b"{}",
+        b'{"kv_transfer_params": null}',
+        b'{"kv_transfer_params": {}}',
+        b'{"kv_transfer_params": 1}',
+        b"<html>",
+    ],
+)
+def test_a_reply_without_a_handoff_is_an_engine_error(reply: bytes) -> None:
+    with pytest.raises(EngineError):
+        engine.handoff(reply)
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"n": 2}, "n > 1"),
+        ({"best_of": 3}, "best_of > 1"),
+        ({"use_beam_search": True}, "beam search"),
+        ({"prompt_logprobs": 0}, "prompt_logprobs"),
+        ({"echo": True}, "echo"),
+        ({"prompt": ["a", "b"]}, "several prompts in one request"),
+        ({"prompt": [[1, 2], [3]]}, "several prompts in one request"),
+        ({"prompt": ["a"]}, None),
+        ({"prompt": [1, 2, 3]}, None),
+        ({"prompt": [[1, 2]]}, None),
+        ({"n": 1, "best_of": None, "echo": False, "prompt_logprobs": None}, None),
+    ],
+)
+def test_requests_that_one_handoff_cannot_stand_for_are_told_apart(fields: dict[str, object], why: str | None) -> None:
+    assert engine.parse(COMPLETIONS, json.dumps({"prompt": "x", **fields}).encode()).undividable == why
+
+
+@given(st.binary(max_size=60))
+def test_any_bytes_are_a_call_or_a_request_error(body: bytes) -> None:
+    for path in (COMPLETIONS, CHAT):
+        with contextlib.suppress(RequestError):
+            engine.prefill_body(engine.parse(path, body))
+
+
+@given(st.dictionaries(st.sampled_from(sorted(typed)), values))
+def test_any_values_of_the_fields_that_are_read_are_a_call_or_a_request_error(fields: dict[str, object]) -> None:
+    body = json.dumps(fields).encode()
+    with contextlib.suppress(RequestError):
+        call = engine.parse(COMPLETIONS, body)
+        assert json.loads(engine.decode_body(call, None)) == json.loads(body)
+
+
+def test_deep_nesting_is_refused() -> None:
+    with pytest.raises(RequestError):
+        engine.parse(COMPLETIONS, b'{"prompt":' + b"[" * 100_000 + b"]" * 100_000 + b"}")
+
+
+def test_the_models_are_read() -> None:
+    assert engine.model_ids(b'{"object": "list", "data": [{"id": "a", "x": 1}, {"id": "b"}]}') == ["a", "b"]
+    with pytest.raises(EngineError):
+        engine.model_ids(b"{}")
+
+
+def test_prefill_servers_run_the_counts_connector_beside_nixl_and_decode_servers_nixl_alone() -> None:
+    decode = json.loads(kv_transfer_config("decode", kv_buffer_device="cpu"))
+    assert decode == {
+        "kv_connector": "NixlConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "fail",
+        "kv_buffer_device": "cpu",
+    }
+    prefill = json.loads(kv_transfer_config("prefill", kv_buffer_device="cpu"))
+    assert prefill["kv_connector"] == "MultiConnector"
+    nixl, counts = prefill["kv_connector_extra_config"]["connectors"]
+    assert nixl == decode
+    assert counts["kv_connector_module_path"] == "coterie.vllm_plugin.connector"
+    assert "kv_buffer_device" not in json.loads(kv_transfer_config("decode"))

@@ -1,0 +1,122 @@
+"""A client that leaves, in each window: the worker stops, nothing is held, no KV is stranded."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+from fake_engine import Exchange, FakeEngine, hang, when
+from stories import cluster, eventually, story
+
+from coterie.gateway.upstream import Upstream
+
+ASK = json.dumps({"model": "tiny", "prompt": "a b c", "max_tokens": 3}).encode()
+STREAM = json.dumps({"model": "tiny", "prompt": "a b c", "max_tokens": 1000, "stream": True}).encode()
+
+
+@story
+async def test_while_prefill_runs() -> None:
+    async with cluster() as running, running.client() as client:
+        running.prefill[0].answer = hang
+        client.post(ASK)
+        await eventually(lambda: bool(running.prefill[0].seen))
+        client.leave()
+        await eventually(lambda: running.prefill[0].aborted == 1)
+        await running.idle()
+        assert running.metric("client_disconnects_total", window="prefill") == 1
+        assert not any(engine.seen for engine in running.decode)
+
+
+@story
+async def test_between_the_legs_while_the_decode_worker_accepts_no_connection() -> None:
+    async with cluster(decode=1) as running, running.client() as client:
+        pool = running.gateway.decode.workers["decode-0"].pool
+        connecting, connect = asyncio.Event(), pool._connect
+
+        async def never_connect() -> None:
+            connecting.set()
+            await asyncio.Event().wait()
+
+        pool.close()
+        pool._connect = never_connect
+        client.post(ASK)
+        await connecting.wait()
+        pool._connect = connect
+        assert running.kv.held
+        client.leave()
+        await eventually(lambda: not running.kv.held)
+        await running.idle()
+        assert running.metric("handoffs_released_total", outcome="released") == 1
+        assert running.decode[0].seen[0].json["max_tokens"] == 1
+
+
+@story
+async def test_while_decode_is_waited_for() -> None:
+    async def collect_and_hang(engine: FakeEngine, exchange: Exchange) -> None:
+        engine.collect(exchange.seen)
+        await hang(engine, exchange)
+
+    async with cluster(decode=1) as running, running.client() as client:
+        running.decode[0].answer = collect_and_hang
+        client.post(ASK)
+        await eventually(lambda: bool(running.decode[0].seen))
+        client.leave()
+        await eventually(lambda: running.decode[0].aborted == 1)
+        await running.idle()
+        assert running.metric("client_disconnects_total", window="decode") == 1
+        assert not running.kv.held
+        assert len(running.decode[0].seen) == 1
+
+
+@story
+async def test_in_the_middle_of_a_stream() -> None:
+    async with cluster(decode=1) as running, running.client() as client:
+        running.decode[0].token_delay_s = 0.005
+        client.post(STREAM)
+        await client.reader.readuntil(b"t3 ")
+        client.leave()
+        await eventually(lambda: running.decode[0].aborted == 1)
+        await running.idle()
+        assert running.metric("client_disconnects_total", window="stream") == 1
+
+
+@story
+async def test_when_the_prefill_reply_comes_in_the_same_turn() -> None:
+    """The reply holds a handoff, which must not be lost with the request."""
+    async with cluster(decode=1) as running, running.client() as client:
+        pool = running.gateway.prefill.workers["prefill-0"].pool
+        keep = pool.keep
+
+        def keep_and_leave(connection: Upstream) -> None:
+            """The reply is complete and its task has not run yet: now the client's end is noticed."""
+            keep(connection)
+            next(iter(running.gateway.clients)).connection_lost(None)
+
+        pool.keep = keep_and_leave
+        client.post(ASK)
+        await eventually(lambda: running.kv.kept == 2 and not running.kv.held)
+        await running.idle()
+        assert running.metric("client_disconnects_total", window="prefill") == 1
+        assert running.decode[0].seen[0].json["max_tokens"] == 1
+
+
+@story
+async def test_a_pipelined_request_of_a_client_that_left_is_never_sent() -> None:
+    async with cluster() as running, running.client() as client:
+        running.prefill[0].answer = hang
+        client.post(ASK)
+        client.post(ASK)
+        await eventually(lambda: bool(running.prefill[0].seen))
+        client.leave()
+        await running.idle()
+        assert len(running.prefill[0].seen) == 1
+
+
+@story
+async def test_a_release_that_fails_is_counted_and_ends() -> None:
+    async with cluster(decode=1, first_byte_timeout_s=0.1) as running:
+        running.decode[0].answer = when(lambda seen: True, hang)
+        reply = await running.post(json.loads(ASK))
+        assert reply.status == 504
+        await running.idle()
+        assert running.metric("handoffs_released_total", outcome="failed") == 1

@@ -1,0 +1,54 @@
+"""The configuration: flags over file over defaults, nothing ignored."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from coterie.errors import ConfigError
+from coterie.gateway.config import load_config
+
+URLS = {"prefill": ("http://a:1",), "decode": ("http://b:1",)}
+
+
+def test_a_flag_counts_more_than_the_file_and_the_file_more_than_the_default(tmp_path: Path) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text("prefill: [http://a:1]\ndecode: [http://b:1, http://b:2]\nport: 5\ntau: 1\nshutdown_grace_s: 3\n")
+    config = load_config(file, {"port": 6})
+    assert config.decode == ("http://b:1", "http://b:2")
+    assert (config.port, config.tau, config.shutdown_grace_s, config.admin_port) == (6, 1.0, 3.0, 8001)
+
+
+def test_the_decode_policy_follows_the_profile_unless_it_is_given() -> None:
+    assert load_config(None, URLS).resolved_decode_policy == "least_load"
+    assert load_config(None, {**URLS, "profile": "p"}).resolved_decode_policy == "locality"
+    assert load_config(None, {**URLS, "profile": "p", "decode_policy": "random"}).resolved_decode_policy == "random"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("prefil: []", "unknown keys prefil"),
+        ("- 1", "mapping"),
+        ("a: [", "serve.yaml"),
+        ("port: x\nprefill: [http://a:1]\ndecode: [http://b:1]", "port"),
+        ("port: 70000\nprefill: [http://a:1]\ndecode: [http://b:1]", "65535"),
+        ("idle_timeout_s: 0\nprefill: [http://a:1]\ndecode: [http://b:1]", "idle_timeout_s"),
+        ("on_mismatch: maybe\nprefill: [http://a:1]\ndecode: [http://b:1]", "on_mismatch"),
+        ("decode: [http://b:1]", "--prefill"),
+        ("prefill: [http://a:1, http://a:1/]\ndecode: [http://b:1]", "twice"),
+        ("prefill: [https://a:1]\ndecode: [http://b:1]", "https://a:1"),
+        ("prefill: ['http://a:x']\ndecode: [http://b:1]", "http://a:x"),
+    ],
+)
+def test_what_is_wrong_is_named(tmp_path: Path, text: str, words: str) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=words.replace("[", r"\[")):
+        load_config(file, {})
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none\.yaml"):
+        load_config(tmp_path / "none.yaml", {})
