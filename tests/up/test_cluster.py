@@ -99,6 +99,15 @@ def test_a_killed_engine_comes_back_at_the_same_url(config):
         assert [other.status().restarts for other in cluster.members()] == [0, 0, 1]
 
 
+def test_a_stopped_member_is_gone_and_stays_so(config):
+    with Cluster(config) as cluster:
+        member = cluster.members("decode")[0]
+        cluster.stop_member(member)
+        assert member.status().state == "stopped"
+        assert member not in cluster.members()
+        assert len(cluster.decode_urls) == 1
+
+
 def test_an_engine_that_does_not_start_fails_the_cluster_with_its_log(config):
     cluster = Cluster(changed(config, decode=PoolConfig(1, ("--broken",))))
     with pytest.raises(EngineError, match=r"(?s)decode-0 ended before it was ready.*unrecognized arguments: --broken"):

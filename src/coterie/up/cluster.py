@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import IO, Any
 
@@ -28,6 +28,7 @@ from coterie.up.processes import ProcessSpec, State, SupervisedProcess
 from coterie.up.vllm_command import vllm_command, vllm_env
 
 _POLL_S = 0.25
+_GATEWAY_MARGIN_S = 5.0  # for what follows its own grace
 HOST = "127.0.0.1"
 
 
@@ -156,7 +157,8 @@ class Cluster:
         file.write_text(yaml.safe_dump(document, sort_keys=False), encoding="utf-8")
         url = f"http://{config.host}:{config.port}"
         command = (sys.executable, "-m", "coterie", "serve", "--config", str(file))
-        process = SupervisedProcess(self._spec(name, command, url, {}))
+        spec = replace(self._spec(name, command, url, {}), grace_s=config.shutdown_grace_s + _GATEWAY_MARGIN_S)
+        process = SupervisedProcess(spec)
         member = Member("gateway", url, process, f"http://{config.admin_host}:{config.admin_port}")
         self._launch([member])
         return member
