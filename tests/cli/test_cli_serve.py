@@ -84,7 +84,7 @@ class _Gateway:
         return next(line.split()[1] for line in self.lines if line.startswith("serving"))
 
     def end(self) -> tuple[int, str]:
-        _, errors = self.process.communicate(timeout=30)
+        _, errors = self.process.communicate(timeout=90)
         return self.process.returncode, errors
 
 

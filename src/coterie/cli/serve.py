@@ -39,9 +39,19 @@ def _serve(config: str | None, **flags: Any) -> None:
     """
     given = {name: value for name, value in flags.items() if value not in (None, ())}
     settings = load_config(Path(config) if config else None, given)
+    _set_up_logging()
+    run(settings, VllmNixl(), on_ready=_announce)
+
+
+def _set_up_logging() -> None:
+    """Everything to stderr; requests as bare lines of JSON."""
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
-    run(settings, VllmNixl(), on_ready=_announce)
+    bare = logging.StreamHandler(sys.stderr)
+    bare.setFormatter(logging.Formatter("%(message)s"))
+    requests = logging.getLogger("coterie.requests")
+    requests.addHandler(bare)
+    requests.propagate = False
 
 
 def _announce(served: Serving) -> None:

@@ -25,6 +25,7 @@ class Request:
     Attributes:
         method: such as "POST".
         target: path and query, as sent.
+        path: the target without its query.
         headers: all headers, in order.
         body: the whole body, without framing.
         keep_alive: whether the client expects another request on the connection.
@@ -34,16 +35,12 @@ class Request:
 
     method: str = ""
     target: bytes = b""
+    path: str = ""
     headers: list[Header] = field(default_factory=list)
     body: bytes = b""
     keep_alive: bool = True
     http10: bool = False
     arrived_s: float = 0.0
-
-    @property
-    def path(self) -> str:
-        """The target without its query."""
-        return self.target.partition(b"?")[0].decode("latin-1")
 
     def header(self, name: bytes) -> bytes | None:
         """Value of the first header called `name`, which is in lower case."""
@@ -109,19 +106,20 @@ class Reply:
         if self._watcher is not None:
             (self._watcher.on_full if full else self._watcher.on_drained)()
 
-    def start(self, status: int, headers: Iterable[Header], *, framed: bool = True) -> None:
-        """Send the head.
+    def start(self, status: int, headers: Iterable[Header], first: bytes, *, framed: bool = True) -> None:
+        """Send the head and the first bytes of the body.
 
         Args:
             status: HTTP status.
             headers: headers, those of the body's framing included.
+            first: first bytes of the body, framing included.
             framed: whether they tell where the body ends; if not, the connection's end will.
         """
         self.status = status
         if not framed:
             self.request.keep_alive = False
         closing = () if self.request.keep_alive else ((b"connection", b"close"),)
-        self.write(response_head(status, (*headers, *closing)))
+        self._connection.write(response_head(status, (*headers, *closing)), first)
 
     def write(self, data: bytes) -> None:
         """Send bytes of the body, framing included."""
@@ -129,8 +127,7 @@ class Reply:
 
     def send(self, status: int, headers: Iterable[Header], body: bytes) -> None:
         """Send a complete reply."""
-        self.start(status, (*headers, (b"content-length", b"%d" % len(body))))
-        self.write(body)
+        self.start(status, (*headers, (b"content-length", b"%d" % len(body))), body)
 
     def send_error(
         self, status: int, message: str, kind: str, headers: Iterable[Header] = (), **details: str | None
@@ -227,11 +224,11 @@ class ClientConnection(asyncio.Protocol):
 
     # --- what the reply and the server do ---
 
-    def write(self, data: bytes) -> None:
+    def write(self, *parts: bytes) -> None:
         """Send bytes to the client, if it is still there."""
         if not self._closed:
             assert self._transport is not None
-            self._transport.write(data)
+            self._transport.writelines(parts)
 
     def abort(self) -> None:
         """Cut the connection."""
@@ -311,6 +308,7 @@ class ClientConnection(asyncio.Protocol):
         """Called by the parser."""
         request = self._next
         request.method = self._parser.get_method().decode("ascii")
+        request.path = request.target.partition(b"?")[0].decode("latin-1")
         request.http10 = self._parser.get_http_version() == "1.0"
         if self._parser.should_upgrade():
             return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 
 import msgspec
 
@@ -53,6 +54,7 @@ class Gateway:
             idle_s=config.client_idle_timeout_s,
             stall_s=config.client_stall_timeout_s,
         )
+        self._lines: list[bytes] = []
         self._sweeper = self._loop.call_later(SWEEP_S, self._sweep)
 
     @property
@@ -100,6 +102,7 @@ class Gateway:
     def stop(self) -> None:
         """Close what is left: the sweep and the idle connections to workers."""
         self._sweeper.cancel()
+        self._log_requests()
         for worker in self.workers:
             worker.pool.close()
 
@@ -163,8 +166,8 @@ class Gateway:
             metrics.decode_s.observe(now_s - journey.decode_start_s)
         if relay is not None and relay.first_byte_s is not None:
             metrics.first_byte_s.observe(relay.first_byte_s - arrived_s)
-        if self.config.log_requests and _requests_log.isEnabledFor(logging.INFO):
-            _requests_log.info(_line(journey, now_s).decode())
+        if self.config.log_requests:
+            self._lines.append(_line(journey, now_s))
 
     def _sweep(self) -> None:
         now_s = self._loop.time()
@@ -172,7 +175,14 @@ class Gateway:
             worker.pool.expire(now_s)
         for client in [client for client in self.clients if client.deadline < now_s]:
             client.expire()
+        self._log_requests()
         self._sweeper = self._loop.call_later(SWEEP_S, self._sweep)
+
+    def _log_requests(self) -> None:
+        """Log the requests that ended since the last time at once: one by one they would cost a tenth of the CPU."""
+        if self._lines:
+            _requests_log.info(b"\n".join(self._lines).decode())
+            self._lines.clear()
 
 
 def _allowed(request: Request, reply: Reply, method: str) -> bool:
@@ -189,6 +199,7 @@ def _line(journey: Journey, now_s: float) -> bytes:
     first_byte_s = relay.first_byte_s if relay else None
     return msgspec.json.encode(
         {
+            "time": round(time.time(), 3),
             "id": journey.id,
             "path": journey.request.path,
             "status": journey.reply.status,

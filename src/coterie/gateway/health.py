@@ -8,10 +8,11 @@ import logging
 from coterie.errors import EngineError
 from coterie.gateway.gateway import Gateway
 from coterie.gateway.probe import Prober
+from coterie.gateway.upstream import UpstreamError
 from coterie.gateway.workers import Worker
 
-FAILURES = 2
-"""Checks that must fail in a row before a worker is taken out: one lost packet is no reason."""
+FAILURES = 3
+"""Checks that must fail in a row before a worker is taken out: one slow answer is no reason."""
 
 _log = logging.getLogger("coterie.gateway")
 
@@ -19,13 +20,17 @@ _log = logging.getLogger("coterie.gateway")
 async def watch(gateway: Gateway, worker: Worker) -> None:
     """Check a worker for ever: take it out when it fails, back in when it can do its part again."""
     prober, failures = Prober(gateway.engine, gateway.config), 0
+    loop = asyncio.get_running_loop()
     while True:
         await asyncio.sleep(gateway.config.health_interval_s)
+        since_s = loop.time()
         try:
             await _check(gateway, prober, worker)
             failures = 0
         except EngineError as error:
-            failures += 1
+            # A busy server may be late with its health while it serves: what it sent meanwhile shows that it lives.
+            slow = isinstance(error, UpstreamError) and error.kind == "timeout"
+            failures = 0 if slow and worker.pool.heard_s > since_s else failures + 1
             if worker.problem is not None or failures >= FAILURES:
                 _take_out(gateway, worker, str(error))
 

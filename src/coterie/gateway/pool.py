@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from urllib.parse import urlsplit
 
 from coterie.errors import ConfigError
@@ -15,11 +16,13 @@ class Pool:
     Attributes:
         title: the worker's role and name, for messages; never its URL.
         connections: all open connections, idle or not.
+        heard_s: when the worker last sent anything, on the loop's clock.
     """
 
     def __init__(self, title: str, url: str, *, connect_timeout_s: float, keep_idle_s: float) -> None:
         self.title = title
         self.connections: set[Upstream] = set()
+        self.heard_s = -math.inf
         self._host, self._port, self._prefix = split_url(url)
         self._host_line = f"host: {self._host}:{self._port}\r\n".encode()
         self._connect_timeout_s = connect_timeout_s

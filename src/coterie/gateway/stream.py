@@ -62,18 +62,19 @@ class Relay:
 
     def on_body(self, data: bytes) -> None:
         """See `Consumer.on_body`."""
-        if self.first_byte_s is None:
-            self._start()
         if self._payload is not None:
             data = b"".join(self._payload)
             self._payload.clear()
         self._tail = data[-4:] if len(data) >= 4 else (self._tail + data)[-4:]
-        self._reply.write(data)
+        if self.first_byte_s is None:
+            self._start(data)
+        else:
+            self._reply.write(data)
 
     def on_end(self) -> None:
         """See `Consumer.on_end`."""
         if self.first_byte_s is None:
-            self._start()
+            self._start(b"")
         self._reply.watch(None)
 
     def on_full(self) -> None:
@@ -100,7 +101,7 @@ class Relay:
         self._reply.write(event if self._payload is not None else b"%x\r\n%b\r\n0\r\n\r\n" % (len(event), event))
         return True
 
-    def _start(self) -> None:
+    def _start(self, first: bytes) -> None:
         assert self.head is not None
         self.first_byte_s = self._loop.time()
         headers = end_to_end(self.head.headers, _NOT_FROM_WORKERS)
@@ -108,7 +109,7 @@ class Relay:
         if self.head.chunked and not unchunked:
             headers.append((b"transfer-encoding", b"chunked"))
         framed = not unchunked and (self.head.chunked or self.head.length is not None)
-        self._reply.start(self.head.status, [*headers, *self._headers], framed=framed)
+        self._reply.start(self.head.status, [*headers, *self._headers], first, framed=framed)
 
     def _between_events(self) -> bool:
         assert self.head is not None

@@ -158,8 +158,7 @@ class Upstream(asyncio.Protocol):
         future = self._future = self._loop.create_future()
         self._consumer, self._patience = consumer, patience
         self.deadline = self._loop.time() + patience.first_byte_s
-        for part in request:
-            self._transport.write(part)
+        self._transport.writelines(request)  # one system call, where two writes would be two
         consumer.sent = True
         try:
             await future
@@ -205,7 +204,8 @@ class Upstream(asyncio.Protocol):
         if self._future is None:
             self.close()  # bytes that nobody asked for
             return
-        self.deadline = self._loop.time() + self._patience.idle_s
+        now_s = self._pool.heard_s = self._loop.time()
+        self.deadline = now_s + self._patience.idle_s
         try:
             self._read(data)
         except MalformedError as error:
