@@ -330,7 +330,7 @@ class ClientConnection(asyncio.Protocol):
             return
         request = self._next
         request.body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
-        request.keep_alive = self._parser.should_keep_alive()
+        request.keep_alive = self._parser.should_keep_alive() and not request.http10
         self._start_message()
         if self.busy:
             self._waiting.append(request)
@@ -363,10 +363,11 @@ class ClientConnection(asyncio.Protocol):
     def _end(self, task: asyncio.Task[None]) -> None:
         reply, self._reply, self._task = self._reply, None, None
         assert reply is not None
+        assert self._transport is not None
+        failed = task.cancelled() or task.exception() is not None
         if self._closed:
             return
-        assert self._transport is not None
-        if task.cancelled() or task.exception() is not None:
+        if failed:
             self.abort()
         elif not reply.request.keep_alive:
             self._transport.close()

@@ -98,7 +98,7 @@ class Dispatcher:
     async def _run_prefill(self, journey: Journey, call: Call, asked: RouteRequest) -> Collected:
         worker, decision = self._prefill.choose(asked)
         journey.prefill = worker.name
-        self._metrics.decisions.inc("prefill", worker.name, decision.reason)
+        self._metrics.decided("prefill", decision)
         reply = Collected(MAX_PREFILL_REPLY_BYTES)
         start_s = self._loop.time()
         with self._prefill.ledger.lease(worker.name, asked):
@@ -166,7 +166,7 @@ class Dispatcher:
     async def _run_decode(self, journey: Journey, call: Call, routed: RouteRequest, handoff: Handoff | None) -> None:
         worker, decision = self._decode.choose(routed)
         journey.decision, journey.routed = decision, routed
-        self._metrics.decisions.inc("decode", worker.name, decision.reason)
+        self._metrics.decided("decode", decision)
         self.decisions.add(journey, routed, decision)
         body = self._engine.decode_body(call, handoff)
         relay = journey.relay = Relay(journey.reply, _identity(journey.id), self._loop)

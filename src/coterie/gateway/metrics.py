@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from coterie.core import Decision, Role
 from coterie.gateway.workers import Fleet
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
@@ -90,6 +91,10 @@ class Metrics:
         self.first_byte_s = self._histogram("ttft_seconds", "Seconds to the first byte of the reply's body.")
         self.prefill_s = self._histogram("prefill_seconds", "Seconds of the prefill leg.")
         self.decode_s = self._histogram("decode_seconds", "Seconds of the decode leg.")
+
+    def decided(self, role: Role, decision: Decision) -> None:
+        """Count a decision under its rule; the reason's details, in brackets, are left to the admin side."""
+        self.decisions.inc(role, decision.worker, decision.reason.partition(" (")[0])
 
     def _counter(self, name: str, text: str, *labels: str) -> Labelled:
         return Labelled(self.registry, f"coterie_{name}", text, labels)
