@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import numpy as np
 import pytest
-from conftest import TINY, vllm_server
 from oracle import ask_counts, assert_same_routing, complete, metric, prompts, transformers_counts
+from servers import TINY, vllm_server
 
 BLOCK = 32
 BLOCKS = 40

@@ -7,8 +7,8 @@ import shutil
 
 import numpy as np
 import pytest
-from conftest import TINY, vllm_server
 from oracle import ask_counts, assert_same_routing, complete, metric, prompts, transformers_counts
+from servers import TINY, vllm_server
 
 from coterie.engines.vllm_nixl import kv_transfer_config
 from coterie.wire import PROMPT_KEY, decode_counts
@@ -42,7 +42,7 @@ def test_a_model_with_several_kv_groups_is_counted_by_its_full_attention_group(
 ):
     with vllm_server(
         engine_env, tmp_path, sliding_window_model, PD, "--no-disable-hybrid-kv-cache-manager",
-        "--num-gpu-blocks-override", "60", "--block-size", "32",
+        "--num-gpu-blocks-override", "100", "--block-size", "32",
     ) as url:  # fmt: skip
         texts = [text for text in prompts() if len(text) > 400][:6]
         params = complete(url, texts[0], kv_transfer_params={"do_remote_decode": True})["kv_transfer_params"]

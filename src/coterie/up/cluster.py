@@ -24,6 +24,7 @@ from coterie.errors import ConfigError, EngineError
 from coterie.gateway.config import load_config
 from coterie.up.config import ClusterConfig
 from coterie.up.ports import PortChooser
+from coterie.up.priority import lower_polling_threads
 from coterie.up.processes import ProcessSpec, State, SupervisedProcess
 from coterie.up.vllm_command import vllm_command, vllm_env
 
@@ -89,6 +90,7 @@ class Cluster:
         self._polling = threading.Lock()  # held while members are polled, added or removed
         self._closing = threading.Event()
         self._supervisor = threading.Thread(target=self._supervise, name="coterie-up", daemon=True)
+        self._calmed: set[int] = set()  # process groups whose polling threads gave way
         self._lock_file: IO[bytes] | None = None
 
     # --- what is there -------------------------------------------------------------------------------
@@ -238,6 +240,11 @@ class Cluster:
             with self._polling:
                 for member in self._members:
                     member.process.poll()
+                engines = [m for m in self._members if m.role != "gateway" and m.process.state is State.READY]
+                ready = {member.process.pid for member in engines if member.process.pid} - self._calmed
+            for group in ready:
+                lower_polling_threads(group)
+            self._calmed |= ready
 
     # --- stop ----------------------------------------------------------------------------------------
 

@@ -1,0 +1,283 @@
+"""1P2D of real vLLM behind the gateway: equal text, nothing lost, every counter back to zero."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import numpy as np
+import openai
+import pytest
+import yaml
+from oracle import assert_same_routing, metric, transformers_counts
+from servers import ROOT, TINY
+
+from coterie.activations import ActivationTrace
+from coterie.errors import EngineError
+from coterie.up.cluster import Cluster
+from coterie.up.config import ClusterConfig, PoolConfig
+from coterie.wire import OUTPUT_KEY, PROMPT_KEY, decode_counts
+
+SMALL_CACHE = ("--block-size", "32", "--num-gpu-blocks-override", "320")
+CALIBRATE = ROOT / "examples" / "prompts" / "calibrate.jsonl"
+SERVE = ROOT / "examples" / "prompts" / "serve.jsonl"
+POLICIES = ("round_robin", "random", "least_load", "power_of_two", "domain", "locality")
+
+
+def coterie(*arguments: str | Path) -> str:
+    result = subprocess.run(
+        [sys.executable, "-m", "coterie", *map(str, arguments)], capture_output=True, text=True, timeout=600
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def cluster(engine_env, tmp_path_factory):
+    pool = {"args": SMALL_CACHE, "env": {"HF_HUB_OFFLINE": "1"}}
+    config = ClusterConfig(
+        model=str(TINY),
+        served_model_name="tiny",
+        prefill=PoolConfig(count=1, **pool),
+        decode=PoolConfig(count=2, **pool),
+        engine_env=engine_env,
+        run_dir=tmp_path_factory.mktemp("cluster"),
+    )
+    with Cluster(config) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def trace(cluster, tmp_path_factory):
+    path = tmp_path_factory.mktemp("trace") / "trace.safetensors"
+    coterie("collect", "--server", cluster.prefill_urls[0], "--prompts", CALIBRATE, "--output", path,
+            "--max-tokens", "16")  # fmt: skip
+    return path
+
+
+@pytest.fixture(scope="module")
+def profile(trace):
+    path = trace.with_name("profile.safetensors")
+    coterie("fit", trace, "--clusters", "2", "--output", path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return [json.loads(line) for line in SERVE.read_text(encoding="utf-8").splitlines()]
+
+
+@contextmanager
+def gateway(cluster, policy, profile, trace):
+    keys = {"decode_policy": policy, "log_requests": False}
+    if policy == "locality":
+        keys["profile"] = str(profile)
+    if policy == "domain":
+        keys["trace"] = str(trace)
+    member = cluster.start_gateway(keys, name=f"gateway-{policy}")
+    try:
+        yield member.url
+    finally:
+        cluster.stop_member(member)
+
+
+def client(url: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120)
+
+
+def text_of(url: str, row: dict, *, stream: bool, tokens: int = 16) -> str:
+    """The greedy answer to a prompt, or to messages, by the `openai` client."""
+    options = {"model": "tiny", "max_tokens": tokens, "temperature": 0, "stream": stream}
+    api = client(url)
+    if "messages" in row:
+        reply = api.chat.completions.create(messages=row["messages"], **options)
+        if stream:
+            return "".join(chunk.choices[0].delta.content or "" for chunk in reply if chunk.choices)
+        return reply.choices[0].message.content
+    reply = api.completions.create(prompt=row["prompt"], **options)
+    if stream:
+        return "".join(chunk.choices[0].text for chunk in reply if chunk.choices)
+    return reply.choices[0].text
+
+
+def admin_url(cluster, gateway_url: str) -> str:
+    """Base URL of the admin side of the gateway at `gateway_url`."""
+    files = [yaml.safe_load(file.read_text()) for file in cluster.config.run_dir.glob("gateway-*.yaml")]
+    port = next(file["admin_port"] for file in files if gateway_url.endswith(f":{file['port']}"))
+    return f"http://127.0.0.1:{port}"
+
+
+def admin(cluster, gateway_url: str, path: str) -> dict:
+    return httpx.get(admin_url(cluster, gateway_url) + path, trust_env=False).json()
+
+
+def decode_decisions(cluster, gateway_url: str) -> Counter:
+    """Requests given to each decode worker, by the gateway's own metric."""
+    given: Counter = Counter()
+    for line in httpx.get(admin_url(cluster, gateway_url) + "/metrics", trust_env=False).text.splitlines():
+        if line.startswith("coterie_decisions_total{") and 'role="decode"' in line:
+            given[line.split('worker="')[1].split('"')[0]] += int(float(line.rsplit(" ", 1)[1]))
+    return given
+
+
+def as_chat(row: dict) -> dict:
+    return row if "messages" in row else {"messages": [{"role": "user", "content": row["prompt"]}]}
+
+
+def as_plain(row: dict) -> dict:
+    return row if "prompt" in row else {"prompt": row["messages"][-1]["content"]}
+
+
+def test_locality_gives_the_text_of_one_stock_server(cluster, profile, trace, rows):
+    stock = cluster.decode_urls[1]  # runs vLLM's own connector alone, and no prefill server is involved
+    chosen = rows[:: len(rows) // 24][:24]
+    with gateway(cluster, "locality", profile, trace) as url:
+        for number, row in enumerate(chosen):
+            expected = text_of(stock, row, stream=False)
+            assert text_of(url, row, stream=number % 2 == 1) == expected, row
+        decisions = admin(cluster, url, "/decisions")["decisions"]
+        assert {decision["reason"] for decision in decisions} == {"locality band"}
+        assert all(len(decision["scores"]) == 2 for decision in decisions)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_gives_the_text_of_one_stock_server(cluster, profile, trace, rows, policy):
+    with gateway(cluster, policy, profile, trace) as url:
+        for row in (rows[3], rows[-2]):
+            for shaped in (as_plain(row), as_chat(row)):
+                expected = text_of(cluster.decode_urls[0], shaped, stream=False)
+                for stream in (False, True):
+                    assert text_of(url, shaped, stream=stream) == expected, (policy, stream, shaped)
+
+
+def test_locality_sends_the_requests_of_one_domain_to_one_worker(cluster, profile, trace, rows):
+    plain = [(row["label"], as_plain(row)) for row in rows]
+    with gateway(cluster, "locality", profile, trace) as url:
+        for _, row in plain:  # one at a time: load never decides
+            text_of(url, row, stream=False, tokens=2)
+        decisions = admin(cluster, url, "/decisions")["decisions"]
+    where = Counter((label, made["decode"]) for (label, _), made in zip(plain, decisions[-len(plain) :], strict=True))
+    labels = {label for label, _ in plain}
+    majority = sum(max(where[label, f"decode-{i}"] for i in range(2)) for label in labels)
+    # 8 domains on 2 workers by a coin: 8 prompts a domain would have a majority of 0.64 on average
+    assert majority / len(plain) >= 0.8, where
+
+
+def test_300_mixed_requests_leave_every_counter_at_zero(cluster, profile, trace, rows):
+    rng = random.Random(0)
+    jobs = [
+        (rng.choice([as_plain, as_chat])(rng.choice(rows)), rng.random() < 0.5, rng.randint(1, 24)) for _ in range(300)
+    ]
+    with gateway(cluster, "locality", profile, trace) as url:
+        served = [metric(decode, "vllm:request_success_total") for decode in cluster.decode_urls]  # after the probes
+        with ThreadPoolExecutor(16) as pool:
+            list(pool.map(lambda job: text_of(url, job[0], stream=job[1], tokens=job[2]), jobs))
+        workers = admin(cluster, url, "/workers")["workers"]
+        given = decode_decisions(cluster, url)
+    assert all(worker["requests"] == worker["tokens"] == 0 for worker in workers), workers
+    engines = [
+        metric(decode, "vllm:request_success_total") - before
+        for decode, before in zip(cluster.decode_urls, served, strict=True)
+    ]
+    assert [given[f"decode-{i}"] for i in range(2)] == engines
+    assert sum(engines) == 300
+    wait_for_idle(cluster.prefill_urls[0])
+
+
+def wait_for_idle(prefill: str, seconds: float = 45) -> None:
+    """Until the prefill server holds no KV; its lease on a handoff that nobody took is 30 s."""
+    deadline = time.monotonic() + seconds
+    while metric(prefill, "vllm:kv_cache_usage_perc") > 0:
+        assert time.monotonic() < deadline, "the prefill server still holds KV"
+        time.sleep(0.5)
+
+
+def test_clients_that_leave_strand_no_kv(cluster, profile, trace, rows):
+    long = {"model": "tiny", "max_tokens": 600, "ignore_eos": True, "temperature": 0}
+
+    def leave(number: int) -> None:
+        body = {**long, "prompt": f"{number} " + as_plain(rows[number % len(rows)])["prompt"], "stream": True}
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{url}/v1/completions", json=body, timeout=httpx.Timeout(0.02 + number / 100), trust_env=False)
+
+    with gateway(cluster, "locality", profile, trace) as url:
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(leave, range(40)))
+        deadline = time.monotonic() + 30
+        while any(row["requests"] or row["tokens"] for row in admin(cluster, url, "/workers")["workers"]):
+            assert time.monotonic() < deadline, "a lease was not released"
+            time.sleep(0.2)
+        wait_for_idle(cluster.prefill_urls[0])
+        for decode in cluster.decode_urls:
+            wait_for_idle(decode)
+
+
+def test_blocks_filled_from_outside_are_not_covered(cluster, rows):
+    """KV that another server computed brings no counts, and never shows those of the blocks' last owner."""
+    owner, borrower = cluster.decode_urls[0], cluster.prefill_urls[0]
+    for number in range(12):  # every block of the borrower has counted something
+        post(borrower, [100 + (number * 997 + i) % 3900 for i in range(900)])
+    prompt = [200 + (i * 37) % 3500 for i in range(300)]
+    params = post(owner, prompt, kv_transfer_params={"do_remote_decode": True, "do_remote_prefill": False})
+    reply = post(borrower, prompt, max_tokens=9, kv_transfer_params={**params, "coterie": "counts"})
+    counts, output = decode_counts(reply[PROMPT_KEY]), decode_counts(reply[OUTPUT_KEY])
+    assert counts.tokens == 300
+    assert counts.covered <= 32, "tokens that were loaded are counted as if they had been forwarded here"
+    assert (output.tokens, output.covered) == (8, 8)
+
+
+def post(url: str, prompt: list[int], **fields) -> dict:
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": 1, "temperature": 0, "ignore_eos": True, **fields}
+    reply = httpx.post(f"{url}/v1/completions", json=body, timeout=120, trust_env=False)
+    assert reply.status_code == 200, reply.text
+    return reply.json()["kv_transfer_params"]
+
+
+def test_a_collected_trace_is_what_transformers_routes(trace, cluster, engine_python, tmp_path):
+    loaded = ActivationTrace.load(trace)
+    lines = [json.loads(line) for line in CALIBRATE.read_text(encoding="utf-8").splitlines()]
+    assert list(loaded.labels) == [line["label"] for line in lines]
+    plain = [i for i, line in enumerate(lines) if "prompt" in line][::6]
+    ids = [
+        httpx.post(
+            f"{cluster.prefill_urls[0]}/tokenize", json={"model": "tiny", "prompt": lines[i]["prompt"]}, trust_env=False
+        ).json()["tokens"]
+        for i in plain
+    ]
+    counts, near = transformers_counts(engine_python, TINY, ids, tmp_path)
+    for position, i in enumerate(plain):
+        assert_same_routing(loaded.prefill[i], counts[position], near[position])
+    assert np.array_equal(loaded.prefill_covered, loaded.prefill_tokens)
+
+
+def test_a_profile_for_another_number_of_workers_is_refused_or_ignored_as_asked(cluster, trace, rows, tmp_path):
+    three = tmp_path / "three.safetensors"
+    coterie("fit", trace, "--clusters", "3", "--output", three)
+    keys = {"decode_policy": "locality", "profile": str(three)}
+    with pytest.raises(EngineError, match=r"3 centroids for 2 decode groups.*--clusters 2") as refused:
+        cluster.start_gateway(keys, name="gateway-mismatch")
+    assert "--on-mismatch load" in str(refused.value)
+    cluster.stop_member(cluster.members("gateway")[-1])
+    member = cluster.start_gateway({**keys, "on_mismatch": "load"}, name="gateway-load-only")
+    try:
+        assert text_of(member.url, as_plain(rows[0]), stream=False)
+        (decision,) = admin(cluster, member.url, "/decisions")["decisions"][-1:]
+        assert decision["reason"] != "locality band"
+    finally:
+        cluster.stop_member(member)
+
+
+def test_an_unknown_model_is_answered_by_the_worker_itself(cluster, profile, trace):
+    with gateway(cluster, "locality", profile, trace) as url:
+        reply = httpx.post(f"{url}/v1/completions", json={"model": "other", "prompt": "a"}, trust_env=False)
+        assert reply.status_code == 404
+        assert "other" in reply.json()["error"]["message"]
+        assert [model.id for model in client(url).models.list()] == ["tiny"]
