@@ -8,7 +8,9 @@ import httpx
 import numpy as np
 import pytest
 from oracle import ask_counts, assert_same_routing, complete, metric, prompts, transformers_counts
-from servers import TINY, vllm_server
+from servers import TINY
+
+from coterie.up.server import vllm_server
 
 BLOCK = 32
 BLOCKS = 40
@@ -24,7 +26,8 @@ OUTPUT = 24
 def server(engine_env, tmp_path_factory):
     small_cache = ("--block-size", str(BLOCK), "--num-gpu-blocks-override", str(BLOCKS))
     chunks = ("--max-num-batched-tokens", str(CHUNK), "--max-num-seqs", "16")
-    with vllm_server(engine_env, tmp_path_factory.mktemp("counts"), TINY, COUNTS_ONLY, *small_cache, *chunks) as url:
+    log = tmp_path_factory.mktemp("counts") / "server.log"
+    with vllm_server(engine_env, TINY, COUNTS_ONLY, log, *small_cache, *chunks) as (url, _):
         yield url
 
 

@@ -8,9 +8,11 @@ import shutil
 import numpy as np
 import pytest
 from oracle import ask_counts, assert_same_routing, complete, metric, prompts, transformers_counts
-from servers import TINY, vllm_server
+from servers import TINY
 
 from coterie.engines.vllm_nixl import kv_transfer_config
+from coterie.errors import EngineError
+from coterie.up.server import vllm_server
 from coterie.wire import PROMPT_KEY, decode_counts
 
 PD = kv_transfer_config("prefill", kv_buffer_device="cpu")
@@ -30,9 +32,9 @@ def check_against_transformers(url, model, engine_python, folder, texts):
 
 def test_tensor_parallel_ranks_count_each_token_once(engine_env, engine_python, tmp_path):
     with vllm_server(
-        engine_env, tmp_path, TINY, PD, "--tensor-parallel-size", "2", "--block-size", "32",
-        "--num-gpu-blocks-override", "200",
-    ) as url:  # fmt: skip
+        engine_env, TINY, PD, tmp_path / "server.log", "--tensor-parallel-size", "2",
+        "--distributed-executor-backend", "mp", "--block-size", "32", "--num-gpu-blocks-override", "200",
+    ) as (url, _):  # fmt: skip
         check_against_transformers(url, TINY, engine_python, tmp_path, prompts()[:6])
         assert metric(url, "coterie_plugin_dropped_total") == 0
 
@@ -41,9 +43,9 @@ def test_a_model_with_several_kv_groups_is_counted_by_its_full_attention_group(
     engine_env, engine_python, sliding_window_model, tmp_path
 ):
     with vllm_server(
-        engine_env, tmp_path, sliding_window_model, PD, "--no-disable-hybrid-kv-cache-manager",
+        engine_env, sliding_window_model, PD, tmp_path / "server.log", "--no-disable-hybrid-kv-cache-manager",
         "--num-gpu-blocks-override", "100", "--block-size", "32",
-    ) as url:  # fmt: skip
+    ) as (url, _):  # fmt: skip
         texts = [text for text in prompts() if len(text) > 400][:6]
         params = complete(url, texts[0], kv_transfer_params={"do_remote_decode": True})["kv_transfer_params"]
         assert len(params["remote_block_ids"]) == 2, "the model has only one KV group"
@@ -59,14 +61,13 @@ def test_a_dense_model_is_refused_at_start_with_the_remedy(engine_env, tmp_path)
         del config[key]
     config |= {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
     (dense / "config.json").write_text(json.dumps(config))
-    folder = tmp_path / "log"
-    folder.mkdir()
+    path = tmp_path / "server.log"
     with (
-        pytest.raises(AssertionError),
-        vllm_server(engine_env, folder, dense, PD, "--load-format", "dummy", "--num-gpu-blocks-override", "60"),
+        pytest.raises(EngineError, match="before it was ready"),
+        vllm_server(engine_env, dense, PD, path, "--load-format", "dummy", "--num-gpu-blocks-override", "60"),
     ):
         pass
-    log = (folder / "server.log").read_text(errors="replace")
+    log = path.read_text(errors="replace")
     assert "a dense model: there are no experts to count; remove CountsConnector" in log
 
 
