@@ -22,7 +22,7 @@ from coterie.up.demo import DemoOptions, DemoReport, PolicyReport, run_demo
 _PATH = click.Path(path_type=Path)
 _NOTE = (
     "A decode step of this tiny model on a CPU takes about as long however many experts are active, so these "
-    "tables show where requests went, not a speed-up.  Its CPU time includes vLLM's own busy waiting."
+    "tables show where requests went, not a speed-up.  CPU time includes NIXL's thread that polls without pause."
 )
 
 

@@ -69,8 +69,8 @@ class PolicyReport:
         tpot_p50_ms: median time per output token.
         tpot_p99_ms: its 99th percentile.
         ttft_p50_ms: median time to first token.
-        decode_cpu_ms_per_token: CPU time of the decode engines' processes per output token; vLLM waits for its
-            workers by spinning, which is part of it.
+        decode_cpu_ms_per_token: CPU time of the decode engines' processes per output token; NIXL's
+            thread, which polls without pause, is part of it.
         worker_shares: share of the requests that each decode engine got.
         domain_shares: for each domain, the share of its requests on the engine that got most of them.
     """
