@@ -30,8 +30,9 @@ _LOOK_S = 0.25
 def up(file: Path, as_json: bool) -> None:
     """Run a local cluster: engines and gateway from one YAML FILE, until Ctrl-C.
 
-    A process that ends is started again, up to five times in a row.  Ctrl-C or SIGTERM stops everything, the
-    last started first; a second Ctrl-C kills what is left at once.  Logs are in the file's `run_dir`.
+    A process that ends is started again, up to five times in a row; one that ends more often, or before it was
+    ever ready, ends the cluster.  Ctrl-C or SIGTERM stops everything, the last started first; a second Ctrl-C
+    kills what is left at once.  Logs are in the file's `run_dir`.
     """
     cluster = Cluster(load_cluster_config(file, engine_env=default_engine_env()))
     signal.signal(signal.SIGTERM, interrupt)
