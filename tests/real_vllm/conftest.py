@@ -43,7 +43,7 @@ def engine_python(engine_env):
 
     def run(script: str, *arguments: str | Path) -> str:
         command = [engine_env / "bin" / "python", Path(__file__).parent / "inside" / script, *arguments]
-        env = {**os.environ, "OMP_NUM_THREADS": "2", "HF_HUB_OFFLINE": "1", "VLLM_USE_V2_MODEL_RUNNER": "0"}
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_USE_V2_MODEL_RUNNER": "0"}
         result = subprocess.run([str(part) for part in command], capture_output=True, text=True, env=env)
         assert result.returncode == 0, result.stderr[-4000:]
         return result.stdout

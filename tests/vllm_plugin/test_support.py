@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from coterie.errors import UnsupportedError
@@ -116,6 +118,30 @@ def test_a_file_that_is_not_ours_or_gone_is_refused(tmp_path):
     alien.write_bytes(b"")
     with pytest.raises(UnsupportedError, match="cannot map"):
         Slots.open(str(alien), 1, 1, 2)
+
+
+def test_a_file_that_a_killed_engine_left_is_swept_and_a_live_one_is_kept(tmp_path):
+    left, live = tmp_path / "coterie-counts-left", tmp_path / "coterie-counts-live"
+    left.write_bytes(b"")
+    other = tmp_path / "other"
+    other.write_bytes(b"")
+    with live.open("wb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        _, path = Slots.create(1, 1, 2, folder=str(tmp_path))
+        assert sorted(tmp_path.iterdir()) == sorted([live, other, path])
+        _, second = Slots.create(1, 1, 2, folder=str(tmp_path))
+        assert path.exists()
+        assert second.exists()
+
+
+def test_unlinking_twice_is_harmless_and_keeps_what_is_mapped(tmp_path):
+    table, path = Slots.create(1, 1, 2, folder=str(tmp_path))
+    table.announce(1)
+    table.write(0, 0, 7, 1, np.array([[1, 1]], np.int32))
+    table.unlink()
+    table.unlink()
+    assert not path.exists()
+    assert table.read(0, 0, 7)[0] == 1
 
 
 def test_shared_memory_that_is_too_small_is_an_error_at_start(tmp_path):

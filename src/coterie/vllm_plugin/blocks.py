@@ -1,29 +1,92 @@
-"""Worker side: one row of expert counts per physical KV block, on the engine's device.
+"""Worker side: one row of expert counts per physical KV block.
 
 Indexing by physical block is what makes prefix hits, eviction and reuse need no state of their own
-(ELDR section 4): whoever holds the block holds its counts.
+(ELDR section 1.3, signature cache): whoever holds the block holds its counts.
+
+Rows live where the forward pass runs: `DeviceRows` on an accelerator, `HostRows` in numpy on a CPU, where a
+handful of torch calls a step would cost more than the counting itself (2 to 3 times, for batches of 1 to 300 tokens).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from coterie.core import ModelGeometry
+from coterie.wire import smallest_dtype
 
 
-class BlockCounts:
-    """Counts `[blocks + 1, L, E]` of tokens per block; the last row takes padding tokens.
+class Rows(Protocol):
+    """Counts `[blocks + 1, L, E]` of tokens per block; the last row is for padding tokens.
 
-    Args:
-        blocks: physical KV blocks.
-        block_size: tokens per block; an expert is chosen at most once per token, so a count never exceeds it.
-        geometry: MoE layers, experts, top-k.
-        device: torch device of the forward pass.
+    An expert is chosen at most once per token, so a count never exceeds the block size: that sets the dtype.
     """
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the store in bytes."""
+        ...
+
+    def restart(self, blocks: Sequence[int]) -> None:
+        """Forget what the blocks held."""
+        ...
+
+    def add(self, slots: Any, ids: Any) -> None:
+        """Count one forward pass.
+
+        Args:
+            slots: `[T]` KV slot of each token, `block * block_size + offset`; padding comes last and is negative.
+            ids: `[T, L, top_k]` experts that each token chose; anything for padding.
+        """
+        ...
+
+    def sum(self, blocks: Sequence[int]) -> tuple[int, npt.NDArray[np.int32]]:
+        """Counted tokens of the blocks and their counts `[L, E]`."""
+        ...
+
+
+class HostRows:
+    """`Rows` in numpy; takes tensors that share memory with it."""
+
+    def __init__(self, blocks: int, block_size: int, geometry: ModelGeometry) -> None:
+        dtype = smallest_dtype(block_size)
+        self._rows = np.zeros((blocks + 1, geometry.layers, geometry.experts), dtype)
+        self._flat = self._rows.reshape(-1)
+        self._one = dtype.type(1)  # of the rows' own dtype: np.add.at is 10 times slower where it must convert
+        self._block_size = block_size
+        self._top_k = geometry.top_k
+        self._row_size = geometry.layers * geometry.experts
+        self._layer_base = (np.arange(geometry.layers) * geometry.experts).reshape(1, -1, 1)
+
+    @property
+    def nbytes(self) -> int:
+        """See `Rows`."""
+        return self._rows.nbytes
+
+    def restart(self, blocks: Sequence[int]) -> None:
+        """See `Rows`."""
+        self._rows[blocks] = 0
+
+    def add(self, slots: Any, ids: npt.NDArray[np.integer[Any]]) -> None:
+        """See `Rows`."""
+        slot = slots.numpy()
+        if slot.size and slot[-1] < 0:  # padding is at the end
+            real = slot >= 0
+            slot, ids = slot[real], ids[real]
+        row = (slot // self._block_size * self._row_size).reshape(-1, 1, 1)
+        np.add.at(self._flat, (ids + self._layer_base + row).reshape(-1), self._one)
+
+    def sum(self, blocks: Sequence[int]) -> tuple[int, npt.NDArray[np.int32]]:
+        """See `Rows`."""
+        total = self._rows[blocks].sum(0, dtype=np.int32)
+        return int(total[0].sum()) // self._top_k, total
+
+
+class DeviceRows:
+    """`Rows` in torch, on the device of the forward pass; nothing but `sum` waits for the device."""
 
     def __init__(self, blocks: int, block_size: int, geometry: ModelGeometry, device: Any) -> None:
         import torch
@@ -31,7 +94,7 @@ class BlockCounts:
         self._torch = torch
         self._block_size = block_size
         self._geometry = geometry
-        self._dtype = next(d for d, most in _dtypes(torch) if block_size <= most)
+        self._dtype = next(dtype for dtype, most in _dtypes(torch) if block_size <= most)
         shape = (blocks + 1, geometry.layers, geometry.experts)
         self._rows = torch.zeros(shape, dtype=self._dtype, device=device)
         self._flat = self._rows.view(-1)
@@ -42,32 +105,26 @@ class BlockCounts:
 
     @property
     def nbytes(self) -> int:
-        """Memory of the store in bytes."""
+        """See `Rows`."""
         return int(self._rows.numel() * self._rows.element_size())
 
     def restart(self, blocks: Sequence[int]) -> None:
-        """Forget what the blocks held."""
+        """See `Rows`."""
         self._rows[self._index(blocks)] = 0
 
     def add(self, slots: Any, ids: Any) -> None:
-        """Count one forward pass.
-
-        Args:
-            slots: `[T]` KV slot of each token (`block * block_size + offset`); negative for padding.
-            ids: `[T, L, top_k]` experts that each token chose.
-        """
+        """See `Rows`."""
         torch = self._torch
-        padding = slots < 0
+        padding = slots < 0  # no branch on it: that would wait for the device
         block = torch.where(padding, self._padding_row, slots // self._block_size)
-        # ids of padding rows are whatever the buffer held: keep them inside the row
-        index = torch.where(padding.view(-1, 1, 1), 0, ids) + self._layer_base + (block * self._row_size).view(-1, 1, 1)
-        index = index.view(-1)
+        known = torch.where(padding.view(-1, 1, 1), 0, ids)
+        index = (known + self._layer_base + (block * self._row_size).view(-1, 1, 1)).view(-1)
         if self._ones.numel() < index.numel():
             self._ones = torch.ones(index.numel(), dtype=self._dtype, device=index.device)
         self._flat.index_add_(0, index, self._ones[: index.numel()])
 
     def sum(self, blocks: Sequence[int]) -> tuple[int, npt.NDArray[np.int32]]:
-        """Counted tokens of the blocks and their counts `[L, E]`; waits for the device."""
+        """See `Rows`."""
         total = self._rows[self._index(blocks)].sum(0, dtype=self._torch.int32).cpu().numpy()
         return int(total[0].sum()) // self._geometry.top_k, total
 

@@ -11,14 +11,13 @@ Load it beside the connector that moves KV, on prefill servers (and on servers u
 Per step, on the worker:
 
     bind_connector_metadata   restart rows, remember the step's slot mapping
-    (forward)                 vLLM's own capturer copies each layer's expert ids into a device buffer
+    (forward)                 each layer's router hands its expert ids to `capture`
     finish_forward (V2 runner) or wait_for_save (V1)   count tokens into rows, sum finished prompts
 """
 
 from __future__ import annotations
 
 import logging
-from types import SimpleNamespace
 from typing import Any
 
 import vllm
@@ -30,9 +29,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from coterie.core import ModelGeometry
-from coterie.errors import UnsupportedError
 from coterie.vllm_plugin import register, support
-from coterie.vllm_plugin.blocks import BlockCounts
+from coterie.vllm_plugin.blocks import DeviceRows, HostRows, Rows
+from coterie.vllm_plugin.capture import DeviceCapture, HostCapture, bind_capture
 from coterie.vllm_plugin.plan import CountsPlan, StepPlan
 from coterie.vllm_plugin.slots import Slots
 from coterie.vllm_plugin.stats import CountsPromMetrics, CountsStats, HookClock
@@ -40,6 +39,8 @@ from coterie.vllm_plugin.stats import CountsPromMetrics, CountsStats, HookClock
 log = logging.getLogger("vllm.coterie")
 
 register()
+
+_SlotsShape = tuple[int, int, int]  # slots, layers at most, experts
 
 
 class CountsMetadata(KVConnectorMetadata):
@@ -77,9 +78,12 @@ class CountsConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Attach to the routers and allocate the rows; the model is loaded by now."""
         device = next(iter(kv_caches.values())).device
-        capture = _bind_capturer(self._vllm_config, self._clock)
-        blocks = self._kv_cache_config.num_blocks
-        self._worker = _Worker(capture, self._geometry, self._group, blocks, self._n_slots, device)
+        capture = bind_capture(self._vllm_config, device, self._clock)
+        geometry = ModelGeometry(len(capture.layers), self._geometry.experts, self._geometry.top_k)
+        blocks, size = self._kv_cache_config.num_blocks, self._group.block_size
+        rows: Rows = HostRows(blocks, size, geometry) if capture.on_host else DeviceRows(blocks, size, geometry, device)
+        shape = (self._n_slots, self._geometry.layers, self._geometry.experts)
+        self._worker = _Worker(capture, rows, geometry, self._group.layer, shape)
         kv_bytes = sum(tensor.size for tensor in self._kv_cache_config.kv_cache_tensors)
         log.info(
             "coterie: counting experts of %s; store %.2f MiB for %d KV blocks, %.3f %% of KV memory",
@@ -199,24 +203,17 @@ class _Worker:
     """Counts the tokens of each forward pass and sums finished prompts."""
 
     def __init__(
-        self,
-        capture: _Capture,
-        upper: ModelGeometry,
-        group: support.KVGroup,
-        blocks: int,
-        n_slots: int,
-        device: Any,
+        self, capture: HostCapture | DeviceCapture, rows: Rows, geometry: ModelGeometry, layer: str, slots: _SlotsShape
     ) -> None:
         from vllm.distributed.parallel_state import get_tp_group
 
-        self._capture = capture
-        self._upper = upper
-        self._group = group
-        self._n_slots = n_slots
-        self.geometry = ModelGeometry(len(capture.layers), upper.experts, upper.top_k)
+        self.geometry = geometry
+        self.rows = rows
         # every rank captures, since capture may gather across ranks; one of them keeps the rows
         self.keeps_rows = bool(get_tp_group().is_first_rank)
-        self.rows = BlockCounts(blocks, group.block_size, self.geometry, device)
+        self._capture = capture
+        self._layer = layer
+        self._shape = slots
         self._slots: Slots | None = None
         self._step: StepPlan | None = None
         self._slot_mapping: Any = None
@@ -225,10 +222,10 @@ class _Worker:
         if not self.keeps_rows:
             return
         if self._slots is None:
-            self._slots = Slots.open(plan.slots_path, self._n_slots, self._upper.layers, self._upper.experts)
+            self._slots = Slots.open(plan.slots_path, *self._shape)
             self._slots.announce(self.geometry.layers)
         self._step = plan
-        self._slot_mapping = _slot_mapping(self._group.layer)
+        self._slot_mapping = _slot_mapping(self._layer)
         if plan.restart:
             self.rows.restart(plan.restart)
 
@@ -239,7 +236,9 @@ class _Worker:
             return
         mapping, self._slot_mapping = self._slot_mapping, None
         if mapping is not None:
-            self.rows.add(mapping, self._capture.ids(mapping.shape[0]))
+            ids = self._capture.take(mapping.shape[0])
+            if ids is not None:
+                self.rows.add(mapping, ids)
         assert self._slots is not None
         for job in plan.jobs:
             self._slots.write(job.slot, job.part, job.ticket, *self.rows.sum(job.blocks))
@@ -254,54 +253,3 @@ def _slot_mapping(layer: str) -> Any:
     mapping = get_forward_context().slot_mapping
     assert isinstance(mapping, dict), "half-batches are refused at start"
     return mapping.get(layer)
-
-
-class _Capture:
-    """vLLM's own capturer, which knows the row layouts of each kind of parallelism, on the clock.
-
-    Attributes:
-        layers: indices of the MoE layers among the hidden layers.
-    """
-
-    def __init__(self, config: Any, layers: list[int], clock: HookClock) -> None:
-        from vllm.model_executor.layers.fused_moe.routed_experts_capturer import RoutedExpertsCapturer
-
-        self.layers = layers
-        self._clock = clock
-        self._capturer = RoutedExpertsCapturer(config.scheduler_config.max_num_batched_tokens, config)
-        self._all_layers = len(layers) == self._capturer.device_buffer.shape[1]
-
-    def capture(self, layer_id: int, topk_ids: Any) -> None:
-        """Called by a layer's router in each forward pass."""
-        with self._clock:
-            self._capturer.capture(layer_id, topk_ids)
-
-    def ids(self, tokens: int) -> Any:
-        """`[tokens, L, top_k]` expert ids of the last forward pass."""
-        rows = self._capturer.device_buffer[:tokens]
-        return rows if self._all_layers else rows[:, self.layers]
-
-
-def _bind_capturer(config: Any, clock: HookClock) -> _Capture:
-    """Attach to the routers of all MoE layers.
-
-    Raises:
-        UnsupportedError: a kernel or router that cannot be captured, or no MoE layer.
-    """
-    from vllm.model_executor.layers.fused_moe.layer import MoERunner
-    from vllm.model_executor.layers.fused_moe.routed_experts_capturer import bind_routed_experts_capturer
-
-    modules = config.compilation_config.static_forward_context.values()
-    runners = [module for module in modules if isinstance(module, MoERunner)]
-    layers = sorted(runner.layer_id for runner in runners)
-    if not layers or len(set(layers)) != len(layers) or layers[-1] >= config.model_config.get_total_num_hidden_layers():
-        raise UnsupportedError(f"coterie cannot count experts of this model: its MoE layers are {layers}")
-    capture = _Capture(config, layers, clock)
-    try:
-        bind_routed_experts_capturer(SimpleNamespace(modules=lambda: iter(runners)), capture)
-    except ValueError as error:
-        raise UnsupportedError(
-            f"coterie cannot count experts with this MoE kernel: {error} "
-            "Choose a kernel with capture by --moe-backend: flashinfer_trtllm, or a modular one such as marlin."
-        ) from error
-    return capture

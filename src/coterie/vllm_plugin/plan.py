@@ -22,7 +22,6 @@ import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -97,7 +96,6 @@ class CountsPlan:
         self._geometry = geometry
         self._block_size = block_size
         self._slots, self._path = Slots.create(slots, geometry.layers, geometry.experts)
-        self._linked = True
         self._free = list(range(slots - 1, -1, -1))
         self._tickets = itertools.count(1)
         self._tracked: dict[str, _Tracked] = {}
@@ -150,8 +148,8 @@ class CountsPlan:
             restart.extend(table[first:last])
             if tracked is not None and sums:
                 jobs.extend(self._jobs(tracked, start + tokens, table))
-        if self._linked and self._slots.announced_layers:
-            self._unlink()
+        if self._slots.announced_layers:
+            self._slots.unlink()
         return StepPlan(restart, jobs, str(self._path))
 
     @staticmethod
@@ -245,11 +243,6 @@ class CountsPlan:
         """Slots in use; 0 when no tracked request is in the engine."""
         return sum(tracked.slot is not None for tracked in self._tracked.values())
 
-    def _unlink(self) -> None:
-        self._linked = False
-        Path(self._path).unlink(missing_ok=True)
-
     def close(self) -> None:
         """Remove the shared file if the worker never mapped it."""
-        if self._linked:
-            self._unlink()
+        self._slots.unlink()

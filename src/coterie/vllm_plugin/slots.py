@@ -12,7 +12,9 @@ request's.  The file is unlinked as soon as the worker has mapped it, so a kille
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import mmap
 import os
 import tempfile
@@ -23,6 +25,7 @@ import numpy.typing as npt
 
 from coterie.errors import UnsupportedError
 
+PREFIX = "coterie-counts-"
 PARTS = 3
 PROMPT_PART = 0
 _MAGIC = 0x636F7465726965  # "coterie"
@@ -48,6 +51,7 @@ class Slots:
         counts = np.frombuffer(buffer, np.int32, slots * PARTS * layers * experts, offset=offset)
         self._counts = counts.reshape(slots, PARTS, layers * experts)
         self._experts = experts
+        self._file: tuple[int, Path] | None = None
 
     @staticmethod
     def size(slots: int, layers: int, experts: int) -> int:
@@ -56,14 +60,15 @@ class Slots:
 
     @classmethod
     def create(cls, slots: int, layers: int, experts: int, folder: str = "/dev/shm") -> tuple[Slots, Path]:  # noqa: S108
-        """Create the file, only readable by this user, with its memory reserved.
+        """Create the file, only readable by this user, with its memory reserved, and locked until `unlink`.
 
         Raises:
             UnsupportedError: shared memory is too small or not there.
         """
         size = cls.size(slots, layers, experts)
         try:
-            descriptor, name = tempfile.mkstemp(prefix="coterie-counts-", dir=folder)
+            _sweep(folder)
+            descriptor, name = _locked_file(folder)
         except OSError as error:
             raise UnsupportedError(f"cannot create shared memory in {folder}: {error}") from error
         try:
@@ -71,15 +76,23 @@ class Slots:
             buffer = mmap.mmap(descriptor, size)
         except OSError as error:
             os.unlink(name)
+            os.close(descriptor)
             hint = " (containers: raise --shm-size)" if error.errno == errno.ENOSPC else ""
             raise UnsupportedError(
                 f"cannot reserve {size} bytes of shared memory in {folder}: {error}{hint}"
             ) from error
-        finally:
-            os.close(descriptor)
         table = cls(buffer, slots, layers, experts)
         table._header[0] = _MAGIC
+        table._file = (descriptor, Path(name))
         return table, Path(name)
+
+    def unlink(self) -> None:
+        """Scheduler: remove the file; what is mapped stays."""
+        if self._file is not None:
+            descriptor, path = self._file
+            self._file = None
+            path.unlink(missing_ok=True)
+            os.close(descriptor)
 
     @classmethod
     def open(cls, path: str, slots: int, layers: int, experts: int) -> Slots:
@@ -122,3 +135,20 @@ class Slots:
             return None
         layers = self.announced_layers
         return tokens, self._counts[slot, part, : layers * self._experts].reshape(layers, self._experts).copy()
+
+
+def _locked_file(folder: str) -> tuple[int, str]:
+    while True:
+        descriptor, name = tempfile.mkstemp(prefix=PREFIX, dir=folder)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if os.fstat(descriptor).st_nlink:
+            return descriptor, name
+        os.close(descriptor)  # another engine's sweep took it between the two calls
+
+
+def _sweep(folder: str) -> None:
+    """Remove files whose engine was killed before its worker mapped them: nobody holds their lock."""
+    for path in Path(folder).glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError), path.open("rb") as file:  # another user's, locked, or gone meanwhile
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink()

@@ -1,18 +1,26 @@
-"""`BlockCounts` against a plain numpy count, for random steps, and its dtypes."""
+"""Both kinds of rows against a plain numpy count, for random steps, and its dtypes."""
 
 import numpy as np
 import torch
 
 from coterie.core import ModelGeometry
-from coterie.vllm_plugin.blocks import BlockCounts
+from coterie.vllm_plugin.blocks import DeviceRows, HostRows
 
 GEOMETRY = ModelGeometry(layers=3, experts=10, top_k=4)
 BLOCKS = 9
 
-for block_size, dtype in ((128, torch.uint8), (255, torch.uint8), (256, torch.int16), (40000, torch.int32)):
+
+def on_device(blocks, block_size, geometry):
+    return DeviceRows(blocks, block_size, geometry, "cpu")
+
+
+for make, block_size, itemsize in (
+    (on_device, 128, 1), (on_device, 255, 1), (on_device, 256, 2), (on_device, 40000, 4),
+    (HostRows, 128, 1), (HostRows, 255, 1), (HostRows, 256, 2), (HostRows, 70000, 4),
+):  # fmt: skip
     rng = np.random.default_rng(block_size)
-    rows = BlockCounts(BLOCKS, block_size, GEOMETRY, "cpu")
-    assert rows._rows.dtype is dtype
+    rows = make(BLOCKS, block_size, GEOMETRY)
+    assert rows.nbytes == (BLOCKS + 1) * 30 * itemsize
     truth = np.zeros((BLOCKS, 3, 10), int)
     written = np.zeros(BLOCKS, int)
     for _ in range(40):
@@ -33,13 +41,16 @@ for block_size, dtype in ((128, torch.uint8), (255, torch.uint8), (256, torch.in
                 if slot >= 0:
                     truth[slot // block_size, layer, token[layer]] += 1
         garbage = np.where(np.array(slots, int).reshape(-1, 1, 1) < 0, 10**6, ids)
-        rows.add(torch.tensor(slots, dtype=torch.int64), torch.from_numpy(garbage.reshape(-1, 3, 4)).to(torch.int32))
+        garbage = garbage.reshape(-1, 3, 4).astype(np.int32)
+        rows.add(torch.tensor(slots, dtype=torch.int64), garbage if make is HostRows else torch.from_numpy(garbage))
         some = rng.permutation(BLOCKS)[: rng.integers(1, BLOCKS)].tolist()
         tokens, total = rows.sum(some)
         np.testing.assert_array_equal(total, truth[some].sum(0))
         assert tokens == written[some].sum()
 
-full = BlockCounts(1, 255, ModelGeometry(1, 2, 1), "cpu")
-full.add(torch.arange(255), torch.zeros(255, 1, 1, dtype=torch.int32))
-assert full.sum([0])[1].tolist() == [[255, 0]], "a full block overflowed"
+for make in (on_device, HostRows):
+    full = make(1, 255, ModelGeometry(1, 2, 1))
+    ids = np.zeros((255, 1, 1), np.int32)
+    full.add(torch.arange(255), ids if make is HostRows else torch.from_numpy(ids))
+    assert full.sum([0])[1].tolist() == [[255, 0]], "a full block overflowed"
 print("rows agree")

@@ -58,8 +58,8 @@ config = SimpleNamespace(
     scheduler_config=SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=32),
 )
 
-captured = SimpleNamespace(layers=[0, 1], rows=None, ids=lambda tokens: captured.rows[:tokens])
-module._bind_capturer = lambda *_: captured
+captured = SimpleNamespace(layers=[0, 1], rows=None, on_host=False, take=lambda tokens: captured.rows[:tokens])
+module.bind_capture = lambda *_: captured
 parallel_state.get_tp_group = lambda: SimpleNamespace(is_first_rank=True)
 
 worker = module.CountsConnector(config, KVConnectorRole.WORKER, kv_config)
