@@ -204,7 +204,7 @@ async def test_a_lying_envelope_costs_the_counts_and_not_the_request(
         running.prefill[0].envelope = envelope
         assert (await running.post(ASK)).status == 200
         decision = running.gateway.dispatcher.decisions.entries()[-1]
-        assert problem in decision["counts_problem"]
+        assert problem in decision["detail"]
         assert decision["reason"].startswith("load only")
         assert running.metric("counts_problems_total", kind="malformed") == 1
         await running.idle()
@@ -214,7 +214,7 @@ async def test_a_lying_envelope_costs_the_counts_and_not_the_request(
 async def test_counts_of_a_prompt_that_is_not_split_are_said_to_be_missing_for_that_reason(profile: str) -> None:
     async with cluster(profile=profile, decode_policy="locality", counts=counts(1)) as running:
         assert (await running.post({**ASK, "n": 2})).status == 200
-        assert running.gateway.dispatcher.decisions.entries()[-1]["counts_problem"] == "not split: n > 1"
+        assert running.gateway.dispatcher.decisions.entries()[-1]["detail"] == "not split: n > 1"
 
 
 @pytest.mark.parametrize(

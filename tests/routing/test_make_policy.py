@@ -41,7 +41,8 @@ def test_a_mismatched_profile_is_an_error_unless_load_alone_is_asked_for(profile
     policy = make_policy("locality", EIGHT[:6], profile=profile, on_mismatch="load")
     decision = policy.choose(RouteRequest("r"), EIGHT[:6], np.random.default_rng(0))
     assert policy.name == "least_load"
-    assert decision.reason == "load only: profile mismatch (8 centroids for 6 decode groups)"
+    assert decision.reason == "load only: profile mismatch"
+    assert decision.detail == "8 centroids for 6 decode groups"
 
 
 def test_asking_for_load_changes_nothing_where_the_profile_fits(profile):

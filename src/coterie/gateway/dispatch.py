@@ -18,10 +18,7 @@ from coterie.gateway.metrics import Metrics
 from coterie.gateway.stream import Relay
 from coterie.gateway.upstream import Collected, Patience, UpstreamError
 from coterie.gateway.workers import Fleet, Worker
-from coterie.routing import Reads
-
-PREFIX_BYTES = 1024
-"""How much of the prompt's JSON is the key of prefix-aware routing: a few hundred tokens, a system prompt's length."""
+from coterie.routing import PREFIX_BYTES, Reads
 
 MAX_PREFILL_REPLY_BYTES = 64 << 20
 

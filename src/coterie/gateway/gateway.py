@@ -207,6 +207,7 @@ def _line(journey: Journey, now_s: float) -> bytes:
             "prefill": journey.prefill,
             "decode": decision.worker if decision else "",
             "reason": decision.reason if decision else "",
+            "detail": decision.detail if decision else "",
             "prompt_tokens": routed.prompt_tokens if routed else 0,
             "ttft_s": None if first_byte_s is None else round(first_byte_s - arrived_s, 4),
             "total_s": round(now_s - arrived_s, 4),

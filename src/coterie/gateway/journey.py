@@ -123,12 +123,12 @@ class DecisionLog:
                 "prefill": journey.prefill or None,
                 "decode": decision.worker,
                 "reason": decision.reason,
+                "detail": decision.detail or None,
                 "scores": decision.scores,
                 "candidates": decision.candidates,
                 "prompt_tokens": request.prompt_tokens,
                 "output_tokens": request.output_tokens,
                 "counts": request.counts is not None,
-                "counts_problem": request.counts_problem,
             }
         )
 

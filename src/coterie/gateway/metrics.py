@@ -93,8 +93,8 @@ class Metrics:
         self.decode_s = self._histogram("decode_seconds", "Seconds of the decode leg.")
 
     def decided(self, role: Role, decision: Decision) -> None:
-        """Count a decision under its rule; the reason's details, in brackets, are left to the admin side."""
-        self.decisions.inc(role, decision.worker, decision.reason.partition(" (")[0])
+        """Count a decision under its rule; its particulars are left to the admin side and the log."""
+        self.decisions.inc(role, decision.worker, decision.reason)
 
     def _counter(self, name: str, text: str, *labels: str) -> Labelled:
         return Labelled(self.registry, f"coterie_{name}", text, labels)

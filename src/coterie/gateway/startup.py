@@ -102,7 +102,7 @@ def _fitting_policy(gateway: Gateway, prober: Prober, profile: Profile, policy: 
     if gateway.config.on_mismatch == "error":
         raise ProfileError(f"{problem}, or route by load alone with --on-mismatch load")
     _log.warning("%s; routing by load only", problem)
-    return LeastLoad(f"load only: profile mismatch ({problem})")
+    return LeastLoad("load only: profile mismatch", problem)
 
 
 def _misfit(gateway: Gateway, prober: Prober, profile: Profile) -> str | None:

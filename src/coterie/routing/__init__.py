@@ -103,5 +103,5 @@ def _make_locality(
         raise ConfigError("the policy locality needs a profile; make one with `coterie fit` and give it by `--profile`")
     groups = len(groups_of(targets))
     if on_mismatch == "load" and profile.clusters != groups:
-        return LeastLoad(f"load only: profile mismatch ({profile.clusters} centroids for {groups} decode groups)")
+        return LeastLoad("load only: profile mismatch", f"{profile.clusters} centroids for {groups} decode groups")
     return Locality(profile, targets, tau)

@@ -56,18 +56,20 @@ class LeastLoad:
     the least recently assigned, so an idle pool is used evenly.  The request itself is not looked at.
 
     Args:
-        reason: what decisions say; where it stands in for another policy, the cause.
+        reason: what decisions say; where it stands in for another policy, why.
+        detail: the particulars of that.
     """
 
     name = "least_load"
     reads = NOTHING
 
-    def __init__(self, reason: str = "least load") -> None:
+    def __init__(self, reason: str = "least load", detail: str = "") -> None:
         self._reason = reason
+        self._detail = detail
 
     def choose(self, request: RouteRequest, workers: Sequence[WorkerState], rng: np.random.Generator) -> Decision:
         """Choose the worker with the fewest requests."""
-        return Decision(least_loaded(workers).name, self._reason)
+        return Decision(least_loaded(workers).name, self._reason, detail=self._detail)
 
 
 class PowerOfTwo:
