@@ -203,14 +203,20 @@ def wait_for_idle(prefill: str, seconds: float = 45) -> None:
 def test_clients_that_leave_strand_no_kv(cluster, profile, trace, rows):
     long = {"model": "tiny", "max_tokens": 600, "ignore_eos": True, "temperature": 0}
 
-    def leave(number: int) -> None:
+    def leave(number: int) -> bool:
+        """Ask, and leave after 0.02 to 0.42 s, wherever the request is by then; whether it was finished."""
         body = {**long, "prompt": f"{number} " + as_plain(rows[number % len(rows)])["prompt"], "stream": True}
-        with pytest.raises(httpx.ReadTimeout):
-            httpx.post(f"{url}/v1/completions", json=body, timeout=httpx.Timeout(0.02 + number / 100), trust_env=False)
+        patience = 0.02 + number / 100
+        leave_at = time.monotonic() + patience
+        try:
+            with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=patience, trust_env=False) as reply:
+                return all(time.monotonic() < leave_at for _ in reply.iter_raw())
+        except httpx.TimeoutException:
+            return False
 
     with gateway(cluster, "locality", profile, trace) as url:
         with ThreadPoolExecutor(8) as pool:
-            list(pool.map(leave, range(40)))
+            assert not any(pool.map(leave, range(40)))
         deadline = time.monotonic() + 30
         while any(row["requests"] or row["tokens"] for row in admin(cluster, url, "/workers")["workers"]):
             assert time.monotonic() < deadline, "a lease was not released"
@@ -273,6 +279,21 @@ def test_a_profile_for_another_number_of_workers_is_refused_or_ignored_as_asked(
         assert decision["reason"] != "locality band"
     finally:
         cluster.stop_member(member)
+
+
+def test_the_gpu_check_passes_on_a_server_with_the_plugin_and_fails_without(cluster):
+    def check(server: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, ROOT / "scripts" / "gpu_check.py", "--server", server, "--json"]
+        return subprocess.run(command, capture_output=True, text=True, timeout=600)
+
+    passed = check(cluster.prefill_urls[0])
+    assert passed.returncode == 0, passed.stdout + passed.stderr
+    rows = {row["check"]: row for row in json.loads(passed.stdout.splitlines()[-1])}
+    assert rows["repeat"]["detail"].startswith("at most 0.00% of the choices moved")
+    assert "remote_block_ids" in rows["handoff"]["detail"]
+    failed = check(cluster.decode_urls[0])
+    assert failed.returncode == 1
+    assert "CountsConnector" in failed.stdout
 
 
 def test_an_unknown_model_is_answered_by_the_worker_itself(cluster, profile, trace):

@@ -75,5 +75,9 @@ def test_rows_on_a_torch_device_count_as_numpy_does(engine_python):
     assert "rows agree" in engine_python("check_rows.py")
 
 
+def test_a_kernel_or_router_that_cannot_be_captured_is_refused(engine_python):
+    assert "capture agrees" in engine_python("check_capture.py")
+
+
 def test_the_v2_runners_call_sequence_counts_once_and_before_the_output_copy(engine_python):
     assert "v2 sequence agrees" in engine_python("drive_v2_runner.py")
