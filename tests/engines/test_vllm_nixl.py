@@ -23,7 +23,7 @@ scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False,
 values = st.recursive(
     scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3)
 )
-reserved = ("kv_transfer_params", "bootstrap_", "routed_")
+reserved = ("kv_transfer_params", "ec_transfer_params", "bootstrap_", "routed_")
 typed = {
     "model",
     "stream",
@@ -36,6 +36,7 @@ typed = {
     "echo",
     "prompt",
     "messages",
+    "vllm_xargs",
 }
 unknown = st.dictionaries(st.text().filter(lambda name: not name.startswith(reserved) and name not in typed), values)
 
@@ -55,11 +56,31 @@ def test_unknown_fields_pass_byte_for_byte(fields: dict[str, object], indent: in
     assert bytes(passed["kv_transfer_params"]) == b'{"remote_block_ids":[[1, 2]],"new":{"a" :1e3}}'
 
 
-@pytest.mark.parametrize("field", ["kv_transfer_params", "bootstrap_host", "bootstrap_room", "routed_dp_rank"])
+@pytest.mark.parametrize(
+    "field", ["kv_transfer_params", "ec_transfer_params", "bootstrap_host", "bootstrap_room", "routed_dp_rank"]
+)
 def test_clients_cannot_set_what_steers_transfer_and_placement(field: str) -> None:
     call = engine.parse(COMPLETIONS, json.dumps({"prompt": "x", field: {"do_remote_prefill": True}}).encode())
     assert json.loads(engine.decode_body(call, None)) == {"prompt": "x"}
     assert field == "kv_transfer_params" or field not in json.loads(engine.prefill_body(call))
+
+
+def test_clients_cannot_set_it_through_the_extra_arguments_either() -> None:
+    smuggled = {"kv_transfer_params": "x", "ec_transfer_params": "x", "seed": 1}
+    body = json.dumps({"prompt": "x", "echo": True, "vllm_xargs": smuggled}).encode()
+    call = engine.parse(COMPLETIONS, body)
+    assert json.loads(engine.decode_body(call, None))["vllm_xargs"] == {"seed": 1}
+    kept = b'{"prompt":"x","vllm_xargs":{"seed" : 1}}'
+    assert engine.decode_body(engine.parse(COMPLETIONS, kept), None) == kept
+    with pytest.raises(RequestError, match="vllm_xargs"):
+        engine.parse(COMPLETIONS, b'{"prompt":"x","vllm_xargs":["kv_transfer_params"]}')
+
+
+@pytest.mark.parametrize("envelope", [b'"\xff"', b'{"a":"\xff"}', b"1e999", b"1" * 400])
+def test_an_envelope_that_is_not_json_is_a_wire_error(envelope: bytes) -> None:
+    reply = b'{"kv_transfer_params":{"remote_block_ids":[[1]],"coterie":%b}}' % envelope
+    with pytest.raises(WireError):
+        engine.counts(engine.handoff(reply))
 
 
 def test_the_prefill_body_has_one_token_whatever_limits_the_client_set() -> None:
@@ -126,6 +147,7 @@ def test_a_wrong_envelope_is_found_only_when_it_is_read(envelope: object) -> Non
         b'{"kv_transfer_params": {}}',
         b'{"kv_transfer_params": 1}',
         b"<html>",
+        b'{"kv_transfer_params": {"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}}",
     ],
 )
 def test_a_reply_without_a_handoff_is_an_engine_error(reply: bytes) -> None:

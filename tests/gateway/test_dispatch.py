@@ -11,9 +11,17 @@ from fake_engine import JSON, garbage, hang, refuse, reset, serve_well, when
 from stories import COMPLETIONS, cluster, eventually, story
 
 from coterie.core import ExpertCounts, ModelGeometry
+from traces import tiny_moe_trace
 
 CHAT = "/v1/chat/completions"
 ASK = {"model": "tiny", "prompt": "a b c", "max_tokens": 3}
+
+
+@pytest.fixture(scope="module")
+def trace_file(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("trace") / "labelled.trace"
+    tiny_moe_trace().save(path)
+    return str(path)
 
 
 def counts() -> ExpertCounts:
@@ -123,6 +131,16 @@ async def test_a_malformed_body_gets_400_in_the_shape_of_openai_and_reaches_no_w
         assert reply.status == 400
         assert reply.json["error"]["type"] == "invalid_request_error"
         assert reply.json["error"]["param"] == param
+        assert not any(engine.seen for engine in running.engines)
+
+
+@pytest.mark.parametrize("prompt", [b'"\xff"', b"[1e400]", b"[1%b]" % (b"0" * 5000)])
+@story
+async def test_a_prompt_that_the_domain_policy_cannot_read_gets_400(prompt: bytes, trace_file: str) -> None:
+    async with cluster(decode_policy="domain", trace=trace_file) as running:
+        reply = await running.post(b'{"model": "tiny", "prompt": %b}' % prompt)
+        assert reply.status == 400
+        assert "prompt" in reply.json["error"]["message"]
         assert not any(engine.seen for engine in running.engines)
 
 

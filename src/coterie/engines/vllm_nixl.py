@@ -21,8 +21,11 @@ COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 
 _PARAMS = "kv_transfer_params"
-_NOT_FOR_CLIENTS = ("kv_transfer_params", "bootstrap_", "routed_")
+_NOT_FOR_CLIENTS = ("kv_transfer_params", "ec_transfer_params", "bootstrap_", "routed_")
 """Fields that steer KV transfer and placement: a client could crash a scheduler with them or read KV of others."""
+
+_XARGS = "vllm_xargs"
+"""vLLM puts this field's entries where it keeps `kv_transfer_params` itself, without looking at their names."""
 
 _NOT_FOR_PREFILL = ("stream_options", "min_tokens", "min_completion_tokens", "max_completion_tokens", "best_of")
 
@@ -42,11 +45,15 @@ _ASK_PREFILL = msgspec.Raw(
     )
 )
 
+_UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""What decoding JSON raises."""
+
 _T = TypeVar("_T")
 _object = msgspec.json.Decoder(Fields)
 _optional_bool = msgspec.json.Decoder(bool | None)
 _optional_int = msgspec.json.Decoder(int | None)
 _optional_str = msgspec.json.Decoder(str | None)
+_optional_object = msgspec.json.Decoder(Fields | None)
 _prompts = msgspec.json.Decoder(list[msgspec.Raw])
 _encode = msgspec.json.Encoder().encode
 
@@ -110,9 +117,10 @@ class VllmNixl:
 
     def parse(self, path: str, body: bytes) -> Call:
         """Read a client's request; see `Engine.parse`."""
-        fields = _read_object(body)
-        for name in [name for name in fields if name.startswith(_NOT_FOR_CLIENTS)]:
-            del fields[name]
+        fields = _strip(_read_object(body))
+        xargs = _read(fields, _XARGS, _optional_object)
+        if xargs and len(allowed := _strip(xargs)) < len(xargs):
+            fields[_XARGS] = msgspec.Raw(_encode(allowed))
         _read(fields, "model", _optional_str)
         stream = _read(fields, "stream", _optional_bool)
         limits = [_read_limit(fields, name) for name in ("max_completion_tokens", "max_tokens")]
@@ -141,7 +149,7 @@ class VllmNixl:
         """Read the prefill server's reply; see `Engine.handoff`."""
         try:
             read = _prefill_reply.decode(reply)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except _UNREADABLE as error:
             raise EngineError(f"the prefill reply cannot be read: {error}") from None
         params = read.kv_transfer_params
         if not params:
@@ -160,7 +168,11 @@ class VllmNixl:
         size = len(memoryview(handoff.envelope))
         if size > wire.MAX_ENVELOPE_BYTES:
             raise WireError(f"counts envelope: {size} bytes, more than the {wire.MAX_ENVELOPE_BYTES} allowed")
-        return wire.decode_counts(msgspec.json.decode(handoff.envelope))
+        try:
+            envelope = msgspec.json.decode(handoff.envelope)
+        except _UNREADABLE as error:
+            raise WireError(f"counts envelope: it cannot be read: {error}") from None
+        return wire.decode_counts(envelope)
 
     def decode_body(self, call: Call, handoff: Handoff | None) -> bytes:
         """The client's own fields, and the opaque transfer parameters."""
@@ -176,7 +188,7 @@ class VllmNixl:
         """Read a reply of `/v1/models`; see `Engine.model_ids`."""
         try:
             return [model.id for model in _models.decode(reply).data]
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except _UNREADABLE as error:
             raise EngineError(f"the list of models cannot be read: {error}") from None
 
 
@@ -185,8 +197,12 @@ def _read_object(body: bytes) -> Fields:
         return _object.decode(body)
     except msgspec.ValidationError as error:
         raise RequestError(f"the body must be a JSON object: {error}") from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except _UNREADABLE as error:
         raise RequestError(f"the body is not valid JSON: {error}") from None
+
+
+def _strip(fields: Fields) -> Fields:
+    return {name: value for name, value in fields.items() if not name.startswith(_NOT_FOR_CLIENTS)}
 
 
 def _read(fields: Fields, name: str, decoder: msgspec.json.Decoder[_T]) -> _T | None:
@@ -195,7 +211,7 @@ def _read(fields: Fields, name: str, decoder: msgspec.json.Decoder[_T]) -> _T | 
         return None
     try:
         return decoder.decode(raw)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except _UNREADABLE as error:
         raise RequestError(f"{name}: {error}", name) from None
 
 

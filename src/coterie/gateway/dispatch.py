@@ -82,7 +82,7 @@ class Dispatcher:
     def _describe(self, journey: Journey, call: Call) -> RouteRequest:
         hashed = None
         if Reads.PROMPT_HASH in self._reads() and call.prompt:
-            hashed = prompt_hash(msgspec.json.decode(call.prompt))
+            hashed = _hash(call.prompt)
         limit = call.output_tokens
         return RouteRequest(
             id=journey.id,
@@ -204,6 +204,13 @@ class Dispatcher:
             self._metrics.released.inc("failed")
             return
         self._metrics.released.inc("released" if reply.status < 500 else "failed")
+
+
+def _hash(prompt: bytes) -> str:
+    try:
+        return prompt_hash(msgspec.json.decode(prompt))
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise RequestError(f"the prompt cannot be read: {error}") from None
 
 
 def _identity(id_: str) -> list[Header]:
