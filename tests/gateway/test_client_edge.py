@@ -90,6 +90,64 @@ async def test_an_offer_to_upgrade_is_ignored() -> None:
         assert (await client.reply()).status == 200
 
 
+@pytest.mark.parametrize("body", [ASK, STREAM])
+@story
+async def test_an_offer_to_upgrade_leaves_the_version_as_it_is(body: bytes) -> None:
+    async with cluster() as running, running.client() as client:
+        client.send(post(body, headers="Connection: Upgrade\r\nUpgrade: h2c\r\n").replace(b"HTTP/1.1", b"HTTP/1.0"))
+        reply = await client.reply()
+        assert (reply.status, reply.headers["connection"]) == (200, "close")
+        assert "transfer-encoding" not in reply.headers
+
+
+@story
+async def test_a_thousand_offers_to_upgrade_in_one_read_are_each_answered() -> None:
+    async with cluster() as running, running.client() as client:
+        await eventually(lambda: bool(running.gateway.clients))
+        offer = b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: h2c\r\n\r\n"
+        next(iter(running.gateway.clients)).data_received(offer * 2000)
+        for _ in range(2000):
+            assert (await client.reply()).status == 200
+
+
+@pytest.mark.parametrize("path", ["/health", "/nowhere"])
+@story
+async def test_the_reply_to_head_has_no_body(path: str) -> None:
+    async with cluster() as running, running.client() as client:
+        client.send(f"HEAD {path} HTTP/1.1\r\nhost: x\r\n\r\nGET /health HTTP/1.1\r\nhost: x\r\n\r\n".encode())
+        head = await client.reader.readuntil(b"\r\n\r\n")
+        assert head.split(b" ")[1] in (b"404", b"405")
+        assert (await client.reply()).status == 200
+
+
+@story
+async def test_trailers_do_not_become_headers() -> None:
+    async with cluster() as running, running.client() as client:
+        client.send(chunked(ASK)[:-2] + b"authorization: forged\r\nx-request-id: a b\r\n\r\n")
+        assert (await client.reply()).status == 200
+        assert not any("authorization" in seen.headers for engine in running.engines for seen in engine.seen)
+
+
+@pytest.mark.parametrize("endless", [b"0\r\nx: ", b"0\r\n", b"1;x="])
+@story
+async def test_trailers_and_chunk_extensions_over_the_bound_get_431(endless: bytes) -> None:
+    async with cluster() as running, running.client() as client:
+        client.send(CHUNKED + b"1\r\n{\r\n" + endless)
+        await eventually(lambda: bool(running.gateway.clients))
+        await asyncio.sleep(0.05)
+        client.send((b"y: z\r\n" if endless == b"0\r\n" else b"x") * 70000)
+        assert (await client.reply()).status == 431
+
+
+@story
+async def test_a_coding_that_is_not_understood_gets_501() -> None:
+    async with cluster() as running, running.client() as client:
+        client.send(chunked(ASK).replace(b"transfer-encoding: ", b"transfer-encoding: gzip, "))
+        assert (await client.reply()).status == 501
+        assert await client.at_end()
+        assert not running.prefill[0].seen
+
+
 @story
 async def test_a_body_at_the_bound_is_taken_and_one_byte_more_gets_413() -> None:
     async with cluster(max_body_bytes=len(ASK)) as running:

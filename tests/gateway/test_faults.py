@@ -6,10 +6,11 @@ import asyncio
 import json
 
 import pytest
-from fake_engine import Exchange, FakeEngine, die_after, event, serve_well
+from fake_engine import Exchange, FakeEngine, die_after, event, serve_well, when
 from stories import cluster, eventually, story
 
 from coterie.gateway.client import Reply
+from coterie.gateway.upstream import STALE_S
 
 ASK = {"model": "tiny", "prompt": "a b c", "max_tokens": 3}
 STREAM = {**ASK, "stream": True}
@@ -106,6 +107,22 @@ async def test_a_kept_connection_that_the_worker_has_closed_is_replaced_without_
         assert len(decode.seen) == 3
         await running.idle()
         assert running.metric("transport_errors_total", worker="decode-0", kind="closed") == 0
+
+
+@story
+async def test_a_kept_connection_lost_while_the_worker_may_be_at_work_does_not_make_it_work_twice() -> None:
+    async def work_then_die(engine: FakeEngine, exchange: Exchange) -> None:
+        await asyncio.sleep(2 * STALE_S)
+        exchange.reset()
+
+    async with cluster(decode=1) as running:
+        decode = running.decode[0]
+        assert (await running.post(ASK)).status == 200
+        decode.answer = when(lambda seen: seen.json["max_tokens"] > 1, work_then_die)  # its release works
+        assert (await running.post({**ASK, "max_tokens": 3})).status == 502
+        await running.idle()
+        assert [seen.json["max_tokens"] for seen in decode.seen[1:]] == [3, 1]
+        assert not running.kv.held
 
 
 @story

@@ -119,7 +119,8 @@ class Reply:
         if not framed:
             self.request.keep_alive = False
         closing = () if self.request.keep_alive else ((b"connection", b"close"),)
-        self._connection.write(response_head(status, (*headers, *closing)), first)
+        shown = b"" if self.request.method == "HEAD" else first  # its reply is the head that GET would get
+        self._connection.write(response_head(status, (*headers, *closing)), shown)
 
     def write(self, data: bytes) -> None:
         """Send bytes of the body, framing included."""
@@ -264,31 +265,41 @@ class ClientConnection(asyncio.Protocol):
         self._in_head = True
 
     def _feed(self, data: bytes) -> None:
-        before = self._next
+        before, body_size, rest = self._next, self._body_size, memoryview(data)
+        while rest:
+            rest = self._parse(rest)
+        if self._next is before:
+            # Neither a head, nor a chunk's extension, nor a trailer may be endless.  What began within a read
+            # counts from the next read on.
+            self._head_size = 0 if self._body_size > body_size else self._head_size + len(data)
+            self._check_head_size(self._head_size)
+
+    def _parse(self, data: memoryview) -> memoryview:
+        """Parse `data`; return what is left of it after a head that offers to upgrade."""
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
-            self._decline_upgrade(data[upgrade.args[0] :])
+            self._decline_upgrade()
+            return data[upgrade.args[0] :]
         except httptools.HttpParserCallbackError as error:
             raise error.__context__ or error from None
         except httptools.HttpParserError as error:
             raise _RefusedError(400, f"not an HTTP/1.1 request: {error}") from None
-        if self._in_head and self._next is before:
-            self._head_size += len(data)  # a head that began within a read counts from the next read on
-            self._check_head_size(self._head_size)
+        return data[:0]
 
-    def _decline_upgrade(self, rest: bytes) -> None:
-        """Read the request on as if it had not offered another protocol, as RFC 9110, section 7.8, lets a server.
+    def _decline_upgrade(self) -> None:
+        """Read the head again as if it had not offered another protocol, as RFC 9110, section 7.8, lets a server.
 
         Some clients offer HTTP/2 with every request; the parser takes what follows for the other protocol.
         """
         request = self._next
         if request.method == "CONNECT":
             raise _RefusedError(405, "CONNECT is not served")
-        lines = [b"%b %b HTTP/1.1" % (request.method.encode(), request.target)]
+        version = b"1.0" if request.http10 else b"1.1"
+        lines = [b"%b %b HTTP/%b" % (request.method.encode(), request.target, version)]
         lines += [b"%b: %b" % header for header in request.headers if header[0] != b"upgrade"]
         self._parser = httptools.HttpRequestParser(self)
-        self._feed(b"\r\n".join([*lines, b"", rest]))
+        self._parse(memoryview(b"\r\n".join([*lines, b"", b""])))
 
     def on_message_begin(self) -> None:
         """Called by the parser."""
@@ -301,8 +312,9 @@ class ClientConnection(asyncio.Protocol):
         self._next.target += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Called by the parser."""
-        self._next.headers.append((name.lower(), value))
+        """Called by the parser, for trailers too: they are dropped, as RFC 9110, section 6.5.1, asks for."""
+        if self._in_head:
+            self._next.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
         """Called by the parser."""
@@ -315,6 +327,9 @@ class ClientConnection(asyncio.Protocol):
         self._in_head = False
         self._check_head_size(sum(len(name) + len(value) + 4 for name, value in request.headers))
         self._check_body_size(int(request.header(b"content-length") or 0))
+        coding = request.header(b"transfer-encoding") or b"chunked"
+        if coding.lower() != b"chunked":
+            raise _RefusedError(501, f"transfer-encoding {coding!r} is not served; send chunked alone")
         if not self.busy and (request.header(b"expect") or b"").lower() == b"100-continue":
             self.write(_CONTINUE)
 

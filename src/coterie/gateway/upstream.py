@@ -22,6 +22,9 @@ from coterie.gateway.http1 import (
 if TYPE_CHECKING:
     from coterie.gateway.pool import Pool
 
+STALE_S = 0.25
+"""A worker that was closing a connection is heard of within a trip to it and back; later, it may be at work."""
+
 Kind = Literal["connect", "closed", "timeout", "garbage"]
 
 
@@ -30,7 +33,8 @@ class UpstreamError(EngineError):
 
     Attributes:
         kind: what happened, as a metric's label.
-        stale: whether a kept connection had been closed by the worker, so that nothing was done with the request.
+        stale: whether a kept connection was lost as the request was sent (within `STALE_S`): the worker was closing
+            it, and has not begun the request.
     """
 
     def __init__(self, message: str, kind: Kind, *, stale: bool = False) -> None:
@@ -131,7 +135,7 @@ class Upstream(asyncio.Protocol):
 
     __slots__ = (
         "_consumer", "_future", "_head", "_keep_alive", "_loop", "_patience", "_paused", "_pool",
-        "_reused", "_transport", "deadline", "framing",
+        "_reused", "_sent_s", "_transport", "deadline", "framing",
     )  # fmt: skip
 
     def __init__(self, pool: Pool, loop: asyncio.AbstractEventLoop) -> None:
@@ -147,6 +151,7 @@ class Upstream(asyncio.Protocol):
         self._keep_alive = False
         self._paused = False
         self._reused = False
+        self._sent_s = 0.0
 
     async def exchange(self, request: Sequence[bytes], consumer: Consumer, patience: Patience) -> None:
         """Send one request; return when its reply is complete.  Cancelling closes the connection.
@@ -157,7 +162,8 @@ class Upstream(asyncio.Protocol):
         assert self._transport is not None
         future = self._future = self._loop.create_future()
         self._consumer, self._patience = consumer, patience
-        self.deadline = self._loop.time() + patience.first_byte_s
+        self._sent_s = self._loop.time()
+        self.deadline = self._sent_s + patience.first_byte_s
         self._transport.writelines(request)  # one system call, where two writes would be two
         consumer.sent = True
         try:
@@ -219,7 +225,8 @@ class Upstream(asyncio.Protocol):
         if exc is None and self.framing is not None and self.framing.ends_with_connection:
             self._end()
             return
-        stale = self._reused and self.framing is None and not self._head
+        soon = self._loop.time() < self._sent_s + STALE_S
+        stale = self._reused and soon and self.framing is None and not self._head
         where = "in the middle of its reply" if self.framing else "before it answered"
         self._fail(f"closed the connection {where}", "closed", stale=stale)
 
