@@ -1,4 +1,5 @@
 import json
+import os
 import stat
 
 import msgspec
@@ -45,6 +46,12 @@ def test_what_is_written_is_read(path):
     assert header.title == "Rome"
     assert arrays.keys() == {"photos"}
     assert arrays["photos"].tolist() == [[0, 3], [1, 4], [2, 5]]
+
+
+def test_a_pipe_is_refused_rather_than_waited_for(path):
+    os.mkfifo(path)
+    with pytest.raises(TraceError, match="not a regular file"):
+        FORMAT.read(path)
 
 
 def test_equal_contents_give_equal_bytes(tmp_path):

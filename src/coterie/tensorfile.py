@@ -113,6 +113,8 @@ class TensorFormat(Generic[Header]):
 
     def _check_size(self, path: Path) -> None:
         size = path.stat().st_size
+        if not path.is_file():
+            raise InputError("not a regular file")  # a pipe would be waited for, a device read without end
         if size > self.most_bytes:
             raise InputError(f"{size} bytes, more than the {self.most_bytes} that a {self.name} may have")
 

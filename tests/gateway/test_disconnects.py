@@ -8,7 +8,7 @@ import json
 from fake_engine import Exchange, FakeEngine, hang, when
 from stories import cluster, eventually, story
 
-from coterie.gateway.upstream import Upstream
+from coterie.gateway.upstream import Collected, Patience, Upstream
 
 ASK = json.dumps({"model": "tiny", "prompt": "a b c", "max_tokens": 3}).encode()
 STREAM = json.dumps({"model": "tiny", "prompt": "a b c", "max_tokens": 1000, "stream": True}).encode()
@@ -120,3 +120,17 @@ async def test_a_release_that_fails_is_counted_and_ends() -> None:
         assert reply.status == 504
         await running.idle()
         assert running.metric("handoffs_released_total", outcome="failed") == 1
+
+
+@story
+async def test_a_request_given_up_while_its_connection_opens_leaves_no_connection_behind() -> None:
+    async with cluster(decode=1, health_interval_s=60) as running:
+        pool = running.gateway.decode.workers["decode-0"].pool
+        for turns in range(60):
+            pool.close()
+            asking = asyncio.ensure_future(pool.get(b"/health", b"", Collected(1000), Patience(5, 5)))
+            for _ in range(turns % 20):
+                await asyncio.sleep(0)
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+        await eventually(lambda: len(pool.connections) == len(pool._idle))

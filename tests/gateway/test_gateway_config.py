@@ -52,3 +52,8 @@ def test_what_is_wrong_is_named(tmp_path: Path, text: str, words: str) -> None:
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none\.yaml"):
         load_config(tmp_path / "none.yaml", {})
+
+
+def test_a_file_without_end_is_refused_at_the_bound() -> None:
+    with pytest.raises(ConfigError, match="larger than"):
+        load_config(Path("/dev/zero"), {})

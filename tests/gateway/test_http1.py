@@ -117,3 +117,10 @@ def test_only_end_to_end_headers_pass() -> None:
 def test_a_response_head_and_an_error_are_written_as_agreed() -> None:
     assert response_head(404, [(b"a", b"b")]) == b"HTTP/1.1 404 Not Found\r\na: b\r\n\r\n"
     assert error_body("m", "t", param="p") == b'{"error":{"message":"m","type":"t","param":"p","code":null}}'
+
+
+@pytest.mark.parametrize("status", [b"204 No Content", b"304 Not Modified"])
+def test_a_status_without_body_has_none_whatever_its_headers_say(status: bytes) -> None:
+    head = parse_response_head(b"HTTP/1.1 %b\r\ntransfer-encoding: chunked\r\n\r\n" % status)
+    assert (head.chunked, head.length) == (False, 0)
+    assert framing_of(head).done

@@ -54,7 +54,7 @@ _optional_bool = msgspec.json.Decoder(bool | None)
 _optional_int = msgspec.json.Decoder(int | None)
 _optional_str = msgspec.json.Decoder(str | None)
 _optional_object = msgspec.json.Decoder(Fields | None)
-_prompts = msgspec.json.Decoder(list[msgspec.Raw])
+_one_prompt = msgspec.json.Decoder(tuple[msgspec.Raw])
 _encode = msgspec.json.Encoder().encode
 
 
@@ -248,4 +248,8 @@ def _several_prompts(prompt: bytes) -> bool:
     # A list that opens with a digit is one prompt of token ids, which may be a million of them.
     if not start.startswith(b"[") or start[1:].lstrip()[:1].isdigit():
         return False
-    return len(_prompts.decode(prompt)) > 1
+    try:
+        _one_prompt.decode(prompt)  # stops at the second, however many follow
+    except msgspec.ValidationError:
+        return True
+    return False

@@ -106,9 +106,11 @@ def load_config(file: Path | None, flags: Mapping[str, Any]) -> GatewayConfig:
 
 def _read_yaml(file: Path) -> dict[str, Any]:
     try:
-        if file.stat().st_size > MAX_CONFIG_BYTES:
+        with file.open("rb") as stream:
+            text = stream.read(MAX_CONFIG_BYTES + 1)  # a device has no size, and no end
+        if len(text) > MAX_CONFIG_BYTES:
             raise ConfigError(f"{file}: larger than {MAX_CONFIG_BYTES} bytes")
-        values = yaml.safe_load(file.read_text("utf-8"))
+        values = yaml.safe_load(text.decode("utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{file}: {error}") from None
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):

@@ -117,8 +117,8 @@ def parse_response_head(head: bytes) -> ResponseHead:
     coding = named.get(b"transfer-encoding", b"").strip().lower()
     if coding not in (b"", b"chunked"):
         raise MalformedError(f"transfer-encoding {coding!r} is not understood")
-    chunked = coding == b"chunked"
     empty = status < 200 or status in (204, 304)
+    chunked = coding == b"chunked" and not empty
     length = 0 if empty else int(named[b"content-length"]) if b"content-length" in named and not chunked else None
     framed = chunked or length is not None
     return ResponseHead(status, tuple(collector.headers), chunked, length, framed and parser.should_keep_alive())

@@ -94,6 +94,8 @@ class Pool:
             raise UpstreamError(message, "connect") from None
         except OSError:
             raise UpstreamError(f"{self.title} refused the connection", "connect") from None
+        # Not in `connection_made`: the loop tells a connection whose opening was cancelled of no loss.
+        self.connections.add(connection)
         return connection
 
 

@@ -203,7 +203,6 @@ class Upstream(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """See `asyncio.Protocol`."""
         self._transport = cast("asyncio.Transport", transport)
-        self._pool.connections.add(self)
 
     def data_received(self, data: bytes) -> None:
         """See `asyncio.Protocol`."""
