@@ -7,7 +7,7 @@ import pytest
 from toy_engine import BLOCK, GEOMETRY, Request, ToyEngine, experts_of
 
 from coterie.vllm_plugin.plan import CountsPlan
-from coterie.vllm_plugin.slots import Slots
+from coterie.vllm_plugin.slots import PARTS, Slots
 from coterie.wire import OUTPUT_KEY, PROMPT_KEY, decode_counts
 
 PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -158,3 +158,37 @@ def test_an_engine_that_never_ran_a_step_leaves_no_file():
     plan = CountsPlan(GEOMETRY, BLOCK, 2)
     plan.close()
     assert not plan._path.exists()
+
+
+def test_a_hit_that_ends_within_a_block_does_not_keep_that_block():
+    plan, _ = plan_with_worker()
+    plan.prefix_looked_up("a", BLOCK + 1)
+    plan.blocks_given("a", [5, 6, 7])
+    assert plan.step({}, lambda _: []).restart == [6, 7]
+
+
+def test_blocks_given_ahead_of_the_tokens_are_not_summed():
+    plan, _ = plan_with_worker()
+    plan.request_added("a", 3, PREFILL)
+    (job,) = plan.step({"a": (0, 3)}, lambda _: [4, 5]).jobs
+    assert job.blocks == [4]
+
+
+def test_nothing_is_kept_of_requests_that_are_gone_nor_of_sums_that_were_overwritten():
+    plan, _ = plan_with_worker()
+    plan.request_added("a", 3, COUNTS)
+    plan.prefix_looked_up("a", 0)
+    for end in range(3, 12):
+        plan.step({"a": (0, 3) if end == 3 else (end - 1, 1)}, lambda _: [0, 1, 2])
+        assert len(plan._tracked["a"].totals) <= PARTS - 1
+    plan.request_finished("a", 12)
+    assert not plan._tracked
+    assert not plan._local_blocks
+
+
+def test_a_sum_that_was_read_does_not_change_with_the_slot():
+    _, worker = plan_with_worker()
+    worker.write(0, 0, 1, 3, np.ones((2, 6), np.int32))
+    _, counts = worker.read(0, 0, 1)
+    worker.write(0, 0, 2, 3, np.zeros((2, 6), np.int32))
+    assert counts.all()
