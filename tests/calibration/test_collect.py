@@ -1,6 +1,7 @@
 """`coterie collect` against a small real HTTP server that answers as vLLM with the plugin does."""
 
 import asyncio
+import errno
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -10,6 +11,8 @@ import pytest
 
 from coterie.activations import ActivationTrace
 from coterie.calibration.collect import CollectOptions, run_collect
+from coterie.calibration.journal import Header, Journal
+from coterie.calibration.prompts import read_prompts
 from coterie.core import ExpertCounts, ModelGeometry, prompt_hash
 from coterie.errors import EngineError, InputError, TraceError, UnsupportedError
 from coterie.wire import encode_counts
@@ -375,3 +378,28 @@ def test_an_existing_trace_is_replaced_only_by_force(collection):
 def test_an_option_out_of_range_is_refused(collection, changes, problem):
     with pytest.raises(InputError, match=problem):
         collection.run(**changes)
+
+
+def test_a_full_disk_and_an_unusable_path_are_errors_that_name_the_file(tmp_path, monkeypatch):
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text('{"prompt": "a"}')
+    file = read_prompts(prompts)
+    with pytest.raises(TraceError, match="cannot be written"):
+        Journal(tmp_path, Header("m", file.digest, 8), file)
+
+    def full(_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("coterie.calibration.journal.os.fsync", full)
+    with (
+        Journal(tmp_path / "x.partial", Header("m", file.digest, 8), file) as journal,
+        pytest.raises(TraceError, match=r"x\.partial: cannot be written: No space left"),
+    ):
+        journal.load(restart=False, notice=print)
+
+
+def test_prompts_nested_too_deep_are_refused(tmp_path):
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text('{"messages":[{"a":' + "[" * 100_000 + "]" * 100_000 + "}]}")
+    with pytest.raises(InputError, match=r"p\.jsonl:1"):
+        read_prompts(prompts)

@@ -6,6 +6,7 @@ request, each on disk (fsync) before the request counts as done.  A crash can on
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 from collections.abc import Callable, Mapping
@@ -82,7 +83,10 @@ class Journal:
         self._path = path
         self._header = header
         self._prompts = prompts
-        self._file = path.open("a+b")
+        try:
+            self._file = path.open("a+b")
+        except OSError as error:
+            raise TraceError(f"{path}: cannot be written: {error.strerror}") from None
 
     def load(self, *, restart: bool, notice: Callable[[str], None]) -> None:
         """Take up what an earlier run left, or begin.
@@ -113,6 +117,7 @@ class Journal:
 
         Raises:
             InputError: an envelope is malformed; nothing was kept.
+            TraceError: the file cannot be written.
         """
         record = entry.record(self._prompts)
         self._append(entry)
@@ -123,9 +128,14 @@ class Journal:
         self._path.unlink()
 
     def _append(self, item: Header | Entry) -> None:
-        self._file.write(msgspec.json.encode(item) + b"\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        try:
+            self._file.write(msgspec.json.encode(item) + b"\n")
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise TraceError(
+                f"{self._path}: cannot be written: {error.strerror}; what is finished is kept, run again to go on"
+            ) from None
 
     def _header_fits(self, line: bytes, restart: bool) -> bool:
         try:
@@ -160,7 +170,8 @@ class Journal:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        self._file.close()
+        with contextlib.suppress(OSError):  # it tries once more to write what was already reported
+            self._file.close()
 
 
 def _describe(header: Header | None) -> str:

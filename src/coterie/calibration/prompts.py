@@ -94,7 +94,7 @@ def read_prompts(path: Path) -> PromptFile:
 def _read_line(line: bytes, where: str) -> Prompt:
     try:
         read = _decoder.decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InputError(f'{where}: {error}; a line is {{"prompt": TEXT}} or {{"messages": [...]}}') from None
     if (read.prompt is None) == (read.messages is None):
         raise InputError(f"{where}: a line holds either prompt or messages")
