@@ -12,7 +12,7 @@ from typing import Any
 import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 from coterie.cli.up import default_engine_env, interrupt, live_table
 from coterie.up.cluster import Cluster
@@ -104,7 +104,7 @@ def _print(report: DemoReport) -> None:
 
 
 def _policies(policies: tuple[PolicyReport, ...]) -> Table:
-    table = Table("policy", title="Requests")
+    table = Table(Column("policy", no_wrap=True), title="Requests")
     for heading in ("TPOT P50", "TPOT P99", "TTFT P50", "decode CPU / token", "share per engine", "errors"):
         table.add_column(heading, justify="right")
     for report in policies:
@@ -115,7 +115,7 @@ def _policies(policies: tuple[PolicyReport, ...]) -> Table:
 
 
 def _domains(policies: tuple[PolicyReport, ...]) -> Table:
-    table = Table("policy", title="Share of each domain on the decode engine that got most of it")
+    table = Table(Column("policy", no_wrap=True), title="Share of each domain on the decode engine that got most of it")
     for label in policies[0].domain_shares:
         table.add_column(label, justify="right")
     for report in policies:
