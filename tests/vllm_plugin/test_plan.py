@@ -114,6 +114,16 @@ def test_when_slots_run_out_the_reply_has_no_counts_and_the_loss_is_counted():
     assert plan.live_slots == 0
 
 
+def test_a_prompt_that_found_no_slot_is_not_summed_later_with_its_output():
+    plan, _ = plan_with_worker(slots=1)
+    for name in ("a", "b"):
+        plan.request_added(name, 3, COUNTS)
+    plan.step({"a": (0, 3), "b": (0, 3)}, lambda name: [0] if name == "a" else [1])
+    plan.request_finished("a", 4)
+    assert not plan.step({"b": (3, 1)}, lambda _: [1]).jobs
+    assert plan.request_finished("b", 5) is None
+
+
 def test_a_sum_that_the_worker_did_not_write_is_not_returned():
     plan, _ = plan_with_worker()
     plan.request_added("a", 3, PREFILL)

@@ -154,7 +154,9 @@ class CountsPlan:
 
     @staticmethod
     def _sums_in_step(tracked: _Tracked, end: int) -> bool:
-        return end >= tracked.prompt_tokens and (tracked.wants_output or tracked.prompt_ticket is None)
+        if tracked.prompt_ticket is None:
+            return end == tracked.prompt_tokens  # later, the blocks hold tokens of the output too
+        return tracked.wants_output and end > tracked.prompt_tokens
 
     def _jobs(self, tracked: _Tracked, end: int, table: Sequence[int]) -> list[SumJob]:
         if tracked.slot is None:
@@ -162,15 +164,13 @@ class CountsPlan:
                 self._drop("no free slot")
                 return []
             tracked.slot = self._free.pop()
-        blocks = list(table[: -(-end // self._block_size)])
-        jobs = []
+        ticket = next(self._tickets)
         if tracked.prompt_ticket is None:
-            tracked.prompt_ticket = next(self._tickets)
-            jobs.append(SumJob(tracked.slot, PROMPT_PART, tracked.prompt_ticket, blocks))
-        if tracked.wants_output and end > tracked.prompt_tokens:
-            ticket = next(self._tickets)
-            jobs.append(SumJob(tracked.slot, tracked.next_part(end, ticket), ticket, blocks))
-        return jobs
+            tracked.prompt_ticket = ticket
+            part = PROMPT_PART
+        else:
+            part = tracked.next_part(end, ticket)
+        return [SumJob(tracked.slot, part, ticket, list(table[: -(-end // self._block_size)]))]
 
     # --- what the client gets -----------------------------------------------------------------------
 
