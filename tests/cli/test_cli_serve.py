@@ -146,7 +146,7 @@ async def _refused(host: str, port: int) -> None:
     while True:
         try:
             _, writer = await asyncio.open_connection(host, port)
-        except ConnectionRefusedError:
+        except (ConnectionRefusedError, ConnectionResetError):  # reset: it was still in the backlog
             return
         writer.close()
         await asyncio.sleep(0.02)
