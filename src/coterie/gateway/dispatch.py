@@ -227,12 +227,13 @@ def pass_through(reply: Reply, collected: Collected, id_: str) -> None:
 def _taken(relay: Relay | None, *, left: bool) -> bool:
     """Whether the decode leg has disposed of the handoff.
 
-    A decode server that answers, be it by refusing the request, has taken it or told the prefill server; so
-    has one whose request was cancelled after it was sent.  One that could not be reached, or failed, has not.
+    A decode server that answers 200 has taken it, and so has one whose request was cancelled after it was sent.
+    One that could not be reached, failed, or refused the request has not: vLLM tells the prefill server of some
+    refusals and not of others.  A release too many costs an error that no client sees.
     """
     if relay is None or not relay.sent:
         return False
-    return left or (relay.head is not None and relay.head.status < 500)
+    return left or (relay.head is not None and relay.head.status < 400)
 
 
 def answer_error(journey: Journey, error: CoterieError) -> None:
