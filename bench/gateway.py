@@ -197,7 +197,7 @@ def show(table: list[dict[str, Any]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vllm-router", metavar="PATH", help="its command, to compare with")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", metavar="FILE", type=Path)
     arguments = parser.parse_args()
     contenders = ["direct", "coterie round_robin", "coterie locality"]

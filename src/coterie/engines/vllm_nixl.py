@@ -30,7 +30,6 @@ _XARGS = "vllm_xargs"
 _NOT_FOR_PREFILL = ("stream_options", "min_tokens", "min_completion_tokens", "max_completion_tokens", "best_of")
 
 _ONE = msgspec.Raw(b"1")
-_TRUE = msgspec.Raw(b"true")
 _FALSE = msgspec.Raw(b"false")
 _ASK_PREFILL = msgspec.Raw(
     msgspec.json.encode(

@@ -11,7 +11,7 @@ from coterie.errors import ConfigError
 from coterie.up.config import ClusterConfig
 
 # One process runs scheduler and model: with vLLM's worker processes, each side spins on shared memory while it
-# waits for the other, and 32 requests to three engines on two cores take 40 to 90 s instead of 6.
+# waits for the other, and engines that share few cores starve one another.
 _FLAGS = ("--max-model-len", "1024", "--enforce-eager", "--dtype", "float32", "--distributed-executor-backend", "uni")
 
 

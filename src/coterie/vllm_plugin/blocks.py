@@ -4,7 +4,7 @@ Indexing by physical block is what makes prefix hits, eviction and reuse need no
 (ELDR section 1.3, signature cache): whoever holds the block holds its counts.
 
 Rows live where the forward pass runs: `DeviceRows` on an accelerator, `HostRows` in numpy on a CPU, where a
-handful of torch calls a step would cost more than the counting itself (2 to 3 times, for batches of 1 to 300 tokens).
+handful of torch calls a step would cost more than the counting itself.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class HostRows:
         dtype = smallest_dtype(block_size)
         self._rows = np.zeros((blocks + 1, geometry.layers, geometry.experts), dtype)
         self._flat = self._rows.reshape(-1)
-        self._one = dtype.type(1)  # of the rows' own dtype: np.add.at is 10 times slower where it must convert
+        self._one = dtype.type(1)  # of the rows' own dtype: np.add.at is much slower where it must convert
         self._block_size = block_size
         self._top_k = geometry.top_k
         self._row_size = geometry.layers * geometry.experts
