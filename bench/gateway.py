@@ -64,7 +64,7 @@ def build(folder: Path) -> None:
 def write_profile(file: Path) -> None:
     """A profile of the mock's geometry, with random centroids: what locality costs does not depend on them."""
     geometry = ModelGeometry(LAYERS, EXPERTS, TOP_K)
-    transform = SignatureTransform(geometry, np.ones((LAYERS, EXPERTS), np.float32), tuple(range(LAYERS)))
+    transform = SignatureTransform(geometry, tuple(range(LAYERS)), idf=np.ones((LAYERS, EXPERTS), np.float32))
     rng = np.random.default_rng(0)
     centroids = rng.random((DECODES, LAYERS * EXPERTS)).astype(np.float32)
     centroids /= np.linalg.norm(centroids, axis=1, keepdims=True)

@@ -8,7 +8,7 @@ from hypothesis.extra.numpy import arrays
 
 from coterie.core import ModelGeometry
 from coterie.errors import InputError
-from coterie.signature import SignatureTransform, fit_idf
+from coterie.signature import COUNT_KINDS, KINDS, SignatureTransform, fit_idf
 
 GEOMETRY = ModelGeometry(layers=3, experts=4, top_k=2)
 SOME_COUNTS = arrays(np.uint16, (5, 3, 4), elements=st.integers(0, 1000))
@@ -17,7 +17,12 @@ EVERY_LAYER = (0, 1, 2)
 
 def transform(layers=EVERY_LAYER, idf=None):
     idf = np.ones((3, 4)) if idf is None else idf
-    return SignatureTransform(GEOMETRY, np.asarray(idf, np.float32), layers)
+    return SignatureTransform(GEOMETRY, layers, idf=np.asarray(idf, np.float32))
+
+
+def of_kind(kind):
+    """The transform of this kind over all layers, with IDF weights of 1 where it takes any."""
+    return SignatureTransform(GEOMETRY, EVERY_LAYER, kind, np.ones((3, 4), np.float32) if kind == "count_idf" else None)
 
 
 def test_idf_by_hand():
@@ -63,7 +68,7 @@ def test_rows_are_unit_or_zero_and_many_at_once_equal_one_by_one(counts, layers)
 
 @given(SOME_COUNTS)
 def test_a_mask_equals_leaving_the_other_layers_out(counts):
-    smaller = SignatureTransform(ModelGeometry(2, 4, 2), np.ones((2, 4), np.float32), (0, 1))
+    smaller = SignatureTransform(ModelGeometry(2, 4, 2), (0, 1), idf=np.ones((2, 4), np.float32))
     np.testing.assert_array_equal(transform((0, 2)).apply(counts), smaller.apply(counts[:, [0, 2]]))
 
 
@@ -119,3 +124,71 @@ def test_weights_of_dropped_layers_alone_are_not_enough():
     idf[1] = 1
     with pytest.raises(InputError, match="kept layers are 0"):
         transform((0, 2), idf)
+
+
+# --- the six kinds ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "features"),
+    [
+        ("count", [9, 0, 4, 1]),
+        ("sqrt", [3, 0, 2, 1]),
+        ("binary", [1, 0, 1, 1]),
+        ("count_idf", [4.5, 0, 8, 0]),
+    ],
+)
+def test_what_is_made_of_counts_by_hand(kind, features):
+    geometry = ModelGeometry(layers=1, experts=4, top_k=2)
+    idf = np.array([[0.5, 1, 2, 0]], np.float32) if kind == "count_idf" else None
+    made = SignatureTransform(geometry, (0,), kind, idf)
+    assert made.reads == "counts"
+    counts = np.array([[9, 0, 4, 1]], np.uint16)
+    np.testing.assert_allclose(made.features(counts), [features], rtol=1e-6)
+    np.testing.assert_allclose(made.apply(counts), features / np.linalg.norm(features), rtol=1e-6)
+
+
+def test_gate_sums_are_taken_as_they_are_negative_ones_too():
+    sums = np.zeros((2, 3, 4), np.float32)
+    sums[0, 1, :2] = 3, -4
+    for kind in ("gate_prob", "gate_logit"):
+        made = of_kind(kind)
+        assert made.reads == kind
+        np.testing.assert_array_equal(made.features(sums), sums)
+        np.testing.assert_allclose(made.apply(sums)[0, 4:6], [0.6, -0.8], rtol=1e-6)
+        assert not made.apply(sums)[1].any()
+
+
+@given(SOME_COUNTS, st.sampled_from(KINDS), st.permutations(range(5)))
+def test_permuting_requests_permutes_rows_of_every_kind(counts, kind, order):
+    values = counts if kind in COUNT_KINDS else counts.astype(np.float32) - 500
+    rows = of_kind(kind).apply(values)
+    np.testing.assert_array_equal(of_kind(kind).apply(values[order]), rows[order])
+    lengths = np.linalg.norm(rows, axis=1)
+    np.testing.assert_allclose(lengths, values.any(axis=(1, 2)), atol=1e-6)
+
+
+def test_features_are_of_the_kept_layers_and_leave_the_values_alone():
+    counts = np.arange(24, dtype=np.uint16).reshape(2, 3, 4)
+    features = SignatureTransform(GEOMETRY, (0, 2), "sqrt").features(counts)
+    np.testing.assert_allclose(features, np.sqrt(counts[:, [0, 2]]), rtol=1e-6)
+    assert counts.ravel().tolist() == list(range(24))
+
+
+def test_counts_and_gate_sums_are_not_taken_for_one_another():
+    with pytest.raises(InputError, match="sqrt reads counts, got values of dtype float32"):
+        of_kind("sqrt").apply(np.ones((3, 4), np.float32))
+    with pytest.raises(InputError, match="gate_prob reads gate_prob, got values of dtype uint8"):
+        of_kind("gate_prob").apply(np.ones((3, 4), np.uint8))
+
+
+def test_only_count_idf_takes_weights():
+    with pytest.raises(InputError, match="kind count_idf takes idf weights"):
+        SignatureTransform(GEOMETRY, EVERY_LAYER)
+    with pytest.raises(InputError, match="kind binary takes no idf"):
+        SignatureTransform(GEOMETRY, EVERY_LAYER, "binary", np.ones((3, 4), np.float32))
+
+
+def test_an_unknown_kind_is_refused_with_the_known_ones():
+    with pytest.raises(InputError, match="no kind 'tfidf'; one of count_idf, count, sqrt, binary, gate_prob, gate_log"):
+        SignatureTransform(GEOMETRY, EVERY_LAYER, "tfidf")

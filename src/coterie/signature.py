@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, cast, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from coterie.core import Counts, ModelGeometry
 from coterie.errors import InputError
+
+Kind = Literal["count_idf", "count", "sqrt", "binary", "gate_prob", "gate_logit"]
+"""What a signature is made of; `SignatureTransform` has the formulas."""
+
+KINDS: tuple[Kind, ...] = get_args(Kind)
+COUNT_KINDS: tuple[Kind, ...] = KINDS[:4]
+"""Those that need counts alone, which is all that engines report to a gateway."""
+
+Statistic = Literal["counts", "gate_prob", "gate_logit"]
+"""What an engine recorded of a prompt, `[L, E]`."""
 
 Weights = npt.NDArray[np.float32]
 """One weight for each expert of each layer, `[L, E]`."""
@@ -39,68 +49,115 @@ def fit_idf(counts: Counts) -> Weights:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SignatureTransform:
-    """Turns counts into signatures.
+    """Turns what an engine recorded of a prompt into its signature.
 
-        x = concatenation over the kept layers l, ascending, of counts[l, :] * idf[l, :]
+        x = concatenation over the kept layers l, ascending, of f(values[l, :])
         s = x / |x|
 
-    Counts say how often an expert was used, IDF how much that tells; one norm over all layers (not one per
-    layer) lets the layers in which requests differ weigh more.  Nothing is centred.
+    where f depends on the kind:
 
-    A request that used only experts of weight 0 in the kept layers has no direction: its row is all zero.
-    Routing falls back to load for it, and fitting refuses it.
+        count_idf    counts * idf     how often an expert was used, times how much that tells
+        count        counts
+        sqrt         sqrt(counts)     damps the experts that a prompt uses most
+        binary       counts > 0       1 or 0: whether an expert was used at all
+        gate_prob    values           gate probabilities summed over the prompt's tokens, all experts
+        gate_logit   values           gate logits summed over the prompt's tokens, negative ones too
 
-    Source: ELDR section 1.3.
+    One norm over all kept layers (not one per layer) lets the layers in which requests differ weigh more.
+    Nothing is centred.
+
+    A request whose x is all zero has no direction: with `count_idf`, one that used only experts of weight 0 in
+    the kept layers.  Its row is all zero.  Routing falls back to load for it, and fitting refuses it.
+
+    Source: the six signatures of ELDR Figure 7; mask, IDF and norm of ELDR section 1.3.
 
     Attributes:
         geometry: the model's routed part.
-        idf: `[L, E]` weights, finite, none negative, some positive in the kept layers.
         layers: positions of the kept layers, ascending.
+        kind: one of `KINDS`.
+        idf: `[L, E]` weights, finite, none negative, some positive in the kept layers; None unless `count_idf`.
 
     Raises:
-        InputError: the weights or the layers are not as described.
+        InputError: the layers, the kind or the weights are not as described.
     """
 
     geometry: ModelGeometry
-    idf: Weights
     layers: tuple[int, ...]
+    kind: Kind = "count_idf"
+    idf: Weights | None = None
     _kept: slice | npt.NDArray[np.intp] = field(init=False, repr=False)
-    _weights: Weights = field(init=False, repr=False)
+    _weights: Weights | None = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        _check_kind(self.kind, self.idf)
         _check_layers(self.layers, self.geometry.layers)
-        _check_idf(self.idf, self.geometry, self.layers)
+        if self.idf is not None:
+            _check_idf(self.idf, self.geometry, self.layers)
         everything = len(self.layers) == self.geometry.layers
         kept = slice(None) if everything else np.array(self.layers)  # a slice spares a copy per request
         object.__setattr__(self, "_kept", kept)
-        object.__setattr__(self, "_weights", self.idf[kept])
+        object.__setattr__(self, "_weights", None if self.idf is None else self.idf[kept])
+
+    @property
+    def reads(self) -> Statistic:
+        """What `apply` takes: expert counts, or sums of gate probabilities or logits."""
+        return "counts" if self.kind in COUNT_KINDS else cast("Statistic", self.kind)
 
     @property
     def dimensions(self) -> int:
         """D: kept layers x experts."""
         return len(self.layers) * self.geometry.experts
 
-    def apply(self, counts: Counts) -> Rows:
+    def features(self, values: Counts | npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        """The parts f(values[l, :]) of x, before the norm.
+
+        Args:
+            values: `[N, L, E]` or `[L, E]`: unsigned counts, or float32 gate sums, as `reads` says.
+
+        Returns:
+            `[N, kept layers, E]` or `[kept layers, E]`, a new array.
+
+        Raises:
+            InputError: the values are of another geometry or another sort.
+        """
+        shape = (self.geometry.layers, self.geometry.experts)
+        if values.shape[-2:] != shape or values.ndim not in (2, 3):
+            raise InputError(f"signature: {self.reads} of shape {values.shape} are not of {self.geometry}")
+        if values.dtype.kind != ("u" if self.kind in COUNT_KINDS else "f"):
+            raise InputError(f"signature: {self.kind} reads {self.reads}, got values of dtype {values.dtype}")
+        found: npt.NDArray[np.float32] = values[..., self._kept, :].astype(np.float32)
+        if self._weights is not None:
+            found *= self._weights
+        elif self.kind == "sqrt":
+            np.sqrt(found, out=found)
+        elif self.kind == "binary":
+            np.minimum(found, 1, out=found)
+        return found
+
+    def apply(self, values: Counts | npt.NDArray[np.float32]) -> Rows:
         """Signatures of one request or many.
 
         Args:
-            counts: `[L, E]` or `[N, L, E]`.
+            values: `[L, E]` or `[N, L, E]`, as for `features`.
 
         Returns:
             `[D]` or `[N, D]`, each row of length 1 or all zero.
 
         Raises:
-            InputError: the counts are of another geometry.
+            InputError: see `features`.
         """
-        shape = (self.geometry.layers, self.geometry.experts)
-        if counts.shape[-2:] != shape or counts.ndim not in (2, 3):
-            raise InputError(f"signature: counts of shape {counts.shape} are not of {self.geometry}")
-        weighted = counts[..., self._kept, :].astype(np.float32)
-        weighted *= self._weights
-        rows: Rows = weighted.reshape(*counts.shape[:-2], self.dimensions)
+        found = self.features(values)
+        rows: Rows = found.reshape(*values.shape[:-2], self.dimensions)
         norms = np.sqrt(np.einsum("...d,...d->...", rows, rows))[..., None]
         np.divide(rows, norms, out=rows, where=norms > 0)
         return rows
+
+
+def _check_kind(kind: str, idf: Weights | None) -> None:
+    if kind not in KINDS:
+        raise InputError(f"signature: no kind {kind!r}; one of {', '.join(KINDS)}")
+    if (kind == "count_idf") != (idf is not None):
+        raise InputError(f"signature: kind {kind} takes {'no idf' if idf is not None else 'idf weights'}")
 
 
 def _check_layers(layers: tuple[int, ...], most: int) -> None:

@@ -18,7 +18,7 @@ from traces import FIXTURES, tiny_moe_trace
 @pytest.fixture
 def profile():
     """Two clusters over layers 0 and 2 of three layers with two experts."""
-    transform = SignatureTransform(ModelGeometry(3, 2, 1), np.arange(6, dtype=np.float32).reshape(3, 2), (0, 2))
+    transform = SignatureTransform(ModelGeometry(3, 2, 1), (0, 2), idf=np.arange(6, dtype=np.float32).reshape(3, 2))
     return Profile(
         model="m",
         transform=transform,

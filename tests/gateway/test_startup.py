@@ -34,7 +34,7 @@ def counts(expert: int, geometry: ModelGeometry = GEOMETRY) -> ExpertCounts:
 @pytest.fixture
 def profile(tmp_path: Path) -> str:
     """Two centroids: of prompts that use expert 0, and of those that use expert 1."""
-    transform = SignatureTransform(GEOMETRY, np.ones((2, 4), np.float32), (0, 1))
+    transform = SignatureTransform(GEOMETRY, (0, 1), idf=np.ones((2, 4), np.float32))
     centroids = np.stack([transform.apply(counts(expert).counts) for expert in (0, 1)]).astype(np.float32)
     file = tmp_path / "profile.safetensors"
     Profile(

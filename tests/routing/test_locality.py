@@ -21,7 +21,7 @@ def profile(clusters=4, idf=(1, 1, 1, 1)):
     """Centroid k is the axis of expert k."""
     return Profile(
         model="m",
-        transform=SignatureTransform(GEOMETRY, np.array([idf], np.float32), (0,)),
+        transform=SignatureTransform(GEOMETRY, (0,), idf=np.array([idf], np.float32)),
         centroids=np.eye(4, dtype=np.float32)[:clusters],
         sizes=np.ones(clusters, np.int64),
         labels=("",) * clusters,
@@ -163,6 +163,20 @@ def test_a_profile_for_another_number_of_groups_is_refused_with_the_remedy():
         match=r"3 centroids for 4 decode groups; fit it again with `coterie fit --clusters 4`.*--on-mismatch load",
     ):
         Locality(profile(3), FOUR)
+
+
+def test_a_profile_of_what_engines_do_not_report_is_refused_with_the_remedy():
+    of_gates = replace(profile(), transform=SignatureTransform(GEOMETRY, (0,), "gate_prob"))
+    with pytest.raises(
+        ProfileError, match=r"made of gate_prob, and engines report only counts; .*--transform count_idf"
+    ):
+        Locality(of_gates, FOUR)
+
+
+@pytest.mark.parametrize("kind", ["count", "sqrt", "binary"])
+def test_every_signature_of_counts_can_be_routed_by(kind):
+    of_counts = replace(profile(), transform=SignatureTransform(GEOMETRY, (0,), kind))
+    assert choose(request(9, 1, 0, 0), of=of_counts, tau=0.01).candidates[0] == "a"
 
 
 def test_ranks_of_one_group_count_as_one():

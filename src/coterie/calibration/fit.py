@@ -38,7 +38,7 @@ def fit(trace: ActivationTrace, clusters: int, *, seed: int = 0, starts: int = 5
         )
     _check_complete(trace)
     layers = tuple(range(trace.geometry.layers))
-    transform = SignatureTransform(trace.geometry, fit_idf(trace.prefill), layers)
+    transform = SignatureTransform(trace.geometry, layers, "count_idf", fit_idf(trace.prefill))
     rows = transform.apply(trace.prefill)
     _check_directions(rows)
     found = balanced_kmeans(rows, clusters, np.random.default_rng(seed), starts=starts)

@@ -12,10 +12,10 @@ import numpy.typing as npt
 
 from coterie.core import ModelGeometry
 from coterie.errors import InputError, ProfileError
-from coterie.signature import SignatureTransform
+from coterie.signature import Kind, SignatureTransform
 from coterie.tensorfile import TensorFormat
 
-TRANSFORM = "count_idf"
+TRANSFORM: Kind = "count_idf"
 _UNIT_TOLERANCE = 1e-3
 
 
@@ -113,6 +113,7 @@ class Profile:
             ProfileError: the file cannot be written.
         """
         transform = self.transform
+        assert transform.idf is not None
         header = _Header(
             model=self.model,
             geometry=transform.geometry,
@@ -143,7 +144,7 @@ class Profile:
         try:
             if header.transform != TRANSFORM:
                 raise ProfileError(f"profile: transform {header.transform[:60]!r} is not {TRANSFORM}")
-            transform = SignatureTransform(header.geometry, arrays.pop("idf"), header.layers)
+            transform = SignatureTransform(header.geometry, header.layers, TRANSFORM, arrays.pop("idf"))
             return cls(
                 header.model,
                 transform,

@@ -42,7 +42,8 @@ class Locality:
         tau: width of the band, 0 to 2.
 
     Raises:
-        ProfileError: the profile has another number of centroids than there are groups.
+        ProfileError: the profile has another number of centroids than there are groups, or its signatures are made of
+            what engines do not report.
         ConfigError: tau is out of range.
     """
 
@@ -58,6 +59,11 @@ class Locality:
                 f"the profile has {profile.clusters} centroids for {len(groups)} decode groups; "
                 f"fit it again with `coterie fit --clusters {len(groups)}`, "
                 "or route by load alone with `--on-mismatch load`"
+            )
+        if profile.transform.reads != "counts":
+            raise ProfileError(
+                f"the profile's signatures are made of {profile.transform.kind}, and engines report only counts; "
+                "fit it again with `coterie fit --transform count_idf`"
             )
         self._profile = profile
         self._position = {group: k for k, group in enumerate(groups)}
