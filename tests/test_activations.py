@@ -246,3 +246,45 @@ def test_any_change_changes_the_digest(trace):
     others = [replace(trace, model="other"), replace(trace, labels=("a", "b", "c")), replace(trace, prefill=swapped)]
     others += [with_ids(trace), trace.select([0, 1])]
     assert len({other.digest() for other in [trace, *others]}) == 6
+
+
+# --- optional arrays of single records ----------------------------------------------------------------
+
+
+def rich(seed, *, output_tokens=4):
+    """A record with ids of its output and gate sums of its prompt."""
+    rng = np.random.default_rng(seed)
+    ids = random_ids(rng, output_tokens - 1, GEOMETRY)
+    output = ExpertCounts(GEOMETRY, count_ids(ids, GEOMETRY.experts), output_tokens - 1, output_tokens - 1)
+    gates = rng.random((2, 6), dtype=np.float32)
+    return TraceRecord(
+        random_counts(rng, 7, GEOMETRY), output, output_tokens, prompt_hash([seed]), "", ids, gates, -gates
+    )
+
+
+def test_ids_and_gate_sums_are_joined_request_after_request():
+    records = [rich(0), rich(1, output_tokens=1), rich(2, output_tokens=3)]
+    trace = build_trace("m", records)
+    np.testing.assert_array_equal(trace.decode_ids, np.concatenate([records[0].decode_ids, records[2].decode_ids]))
+    np.testing.assert_array_equal(trace.gate_prob[2], records[2].gate_prob)
+    np.testing.assert_array_equal(trace.gate_logit[0], records[0].gate_logit)
+
+
+@pytest.mark.parametrize("name", ["decode_ids", "gate_prob", "gate_logit"])
+def test_an_optional_array_that_one_record_lacks_is_an_error(name):
+    with pytest.raises(TraceError, match=f"request 1 has no {name}, others have"):
+        build_trace("m", [rich(0), replace(rich(1), **{name: None})])
+
+
+def test_ids_that_do_not_fit_are_refused_before_they_wrap():
+    wrong = rich(0).decode_ids.astype(np.int64)
+    wrong[0, 0, 0] += 256
+    with pytest.raises(TraceError, match="request 0: decode_ids: .* an id outside"):
+        build_trace("m", [replace(rich(0), decode_ids=wrong)])
+    with pytest.raises(TraceError, match=r"decode_ids has shape \(3, 4\)"):
+        build_trace("m", [replace(rich(0), decode_ids=rich(0).decode_ids.reshape(3, 4))])
+
+
+def test_gate_sums_of_several_shapes_are_refused():
+    with pytest.raises(TraceError, match="gate sums of several shapes"):
+        build_trace("m", [rich(0), replace(rich(1), gate_prob=np.zeros((3, 6), np.float32))])

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from coterie.core import Counts, ExpertCounts, ModelGeometry, check_conservation
 from coterie.errors import InputError, TraceError
 from coterie.tensorfile import TensorFormat
-from coterie.wire import check_ids, count_ids, smallest_dtype
+from coterie.wire import Ids, check_ids, count_ids, smallest_dtype
 
 Lengths = npt.NDArray[np.int64]
 
@@ -178,6 +178,9 @@ class TraceRecord:
         output_tokens: length of the output.
         prompt_hash: `core.prompt_hash` of the prompt.
         label: domain label; empty if none.
+        decode_ids: `[output.covered, L, top_k]` expert ids of the output tokens; optional.
+        gate_prob: `[L, E]` sums of gate probabilities over the prompt's tokens, float32; optional.
+        gate_logit: `[L, E]` sums of gate logits over the prompt's tokens, float32; optional.
     """
 
     prompt: ExpertCounts
@@ -185,13 +188,17 @@ class TraceRecord:
     output_tokens: int
     prompt_hash: str
     label: str = ""
+    decode_ids: Ids | None = None
+    gate_prob: npt.NDArray[np.float32] | None = None
+    gate_logit: npt.NDArray[np.float32] | None = None
 
 
 def build_trace(model: str, records: Sequence[TraceRecord]) -> ActivationTrace:
     """Put single requests together, in the smallest dtype that holds all of their counts.
 
     Raises:
-        TraceError: no record, records of several geometries, or a record that contradicts itself.
+        TraceError: no record, records of several geometries, a record that contradicts itself, or an optional
+            array that some records have and others lack.
     """
     if not records:
         raise TraceError("trace: no requests")
@@ -211,7 +218,43 @@ def build_trace(model: str, records: Sequence[TraceRecord]) -> ActivationTrace:
         decode_covered=np.array([record.output.covered for record in records], dtype=np.int64),
         prompt_hashes=tuple(record.prompt_hash for record in records),
         labels=tuple(record.label for record in records),
+        decode_ids=_join_ids(_of_all(records, "decode_ids"), geometry),
+        gate_prob=_stack_gates(_of_all(records, "gate_prob")),
+        gate_logit=_stack_gates(_of_all(records, "gate_logit")),
     )
+
+
+def _of_all(records: Sequence[TraceRecord], name: str) -> list[npt.NDArray[Any]] | None:
+    """An optional array of every record, or None where none has it."""
+    arrays = [getattr(record, name) for record in records]
+    lacking = [i for i, array in enumerate(arrays) if array is None]
+    if len(lacking) == len(records):
+        return None
+    if lacking:
+        raise TraceError(f"trace: request {lacking[0]} has no {name}, others have; record all requests alike")
+    return arrays
+
+
+def _join_ids(parts: list[npt.NDArray[Any]] | None, geometry: ModelGeometry) -> npt.NDArray[Any] | None:
+    if parts is None:
+        return None
+    dtype = smallest_dtype(geometry.experts - 1)
+    for i, ids in enumerate(parts):
+        if ids.shape[1:] != (geometry.layers, geometry.top_k):
+            raise TraceError(f"trace: request {i}: decode_ids has shape {ids.shape}, not (tokens, L, top_k)")
+        try:
+            check_ids(ids, geometry)  # before the cast, which would wrap what does not fit
+        except InputError as error:
+            raise TraceError(f"trace: request {i}: decode_ids: {error}") from None
+    return np.concatenate([ids.astype(dtype) for ids in parts])
+
+
+def _stack_gates(parts: list[npt.NDArray[Any]] | None) -> npt.NDArray[np.float32] | None:
+    if parts is None:
+        return None
+    if len(shapes := {part.shape for part in parts}) > 1:
+        raise TraceError(f"trace: gate sums of several shapes: {sorted(shapes)}")
+    return np.stack(parts)
 
 
 def _stack(parts: Sequence[ExpertCounts]) -> Counts:

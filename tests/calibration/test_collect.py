@@ -4,18 +4,22 @@ import asyncio
 import errno
 import json
 import threading
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 import pytest
 
-from coterie.activations import ActivationTrace
+from coterie.activations import ActivationTrace, TraceRecord
+from coterie.calibration.client import EngineClient
 from coterie.calibration.collect import CollectOptions, run_collect
 from coterie.calibration.journal import Header, Journal
 from coterie.calibration.prompts import read_prompts
+from coterie.calibration.sources.plugin import PluginSource
 from coterie.core import ExpertCounts, ModelGeometry, prompt_hash
 from coterie.errors import EngineError, InputError, TraceError, UnsupportedError
-from coterie.wire import encode_counts
+from coterie.wire import count_ids, encode_counts
+from traces import random_ids
 
 GEOMETRY = ModelGeometry(layers=2, experts=8, top_k=2)
 LINES = [
@@ -137,12 +141,14 @@ class Collection:
 
     def run(self, **changes):
         self.report = Silent()
-        options = {"server": self.engine.url, "prompts": self.prompts, "output": self.output, "max_tokens": 5}
+        options = {"prompts": self.prompts, "output": self.output, "max_tokens": 5}
+        server, model = changes.pop("server", self.engine.url), changes.pop("model", None)
 
         async def sleep(seconds):
             self.waits.append(seconds)
 
-        return asyncio.run(run_collect(CollectOptions(**{**options, **changes}), self.report, sleep=sleep))
+        source = PluginSource(EngineClient(server, notice=self.report.notice, sleep=sleep), model)
+        return asyncio.run(run_collect(source, CollectOptions(**{**options, **changes}), self.report))
 
 
 @pytest.fixture
@@ -385,14 +391,14 @@ def test_a_full_disk_and_an_unusable_path_are_errors_that_name_the_file(tmp_path
     prompts.write_text('{"prompt": "a"}')
     file = read_prompts(prompts)
     with pytest.raises(TraceError, match="cannot be written"):
-        Journal(tmp_path, Header("m", file.digest, 8), file)
+        Journal(tmp_path, Header("m", file.digest, 8, "counts"), file)
 
     def full(_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("coterie.calibration.journal.os.fsync", full)
     with (
-        Journal(tmp_path / "x.partial", Header("m", file.digest, 8), file) as journal,
+        Journal(tmp_path / "x.partial", Header("m", file.digest, 8, "counts"), file) as journal,
         pytest.raises(TraceError, match=r"x\.partial: cannot be written: No space left"),
     ):
         journal.load(restart=False, notice=print)
@@ -403,3 +409,78 @@ def test_prompts_nested_too_deep_are_refused(tmp_path):
     prompts.write_text('{"messages":[{"a":' + "[" * 100_000 + "]" * 100_000 + "}]}")
     with pytest.raises(InputError, match=r"p\.jsonl:1"):
         read_prompts(prompts)
+
+
+# --- ids and gate values -----------------------------------------------------------------------------
+
+
+class Rich:
+    """A source that records ids and gate sums as well; fails at one prompt if told to."""
+
+    records = "everything"
+
+    def __init__(self, fails_at=None):
+        self.asked = 0
+        self.fails_at = fails_at
+
+    async def model(self):
+        return "rich"
+
+    async def record(self, prompt, max_tokens):
+        self.asked += 1
+        if self.asked == self.fails_at:
+            raise EngineError("out of memory")
+        rng = np.random.default_rng(len(prompt.fields.get("prompt", "")))
+        ids = random_ids(rng, max_tokens - 1, GEOMETRY)
+        output = ExpertCounts(GEOMETRY, count_ids(ids, 8), max_tokens - 1, max_tokens - 1)
+        gates = rng.random((2, 8), dtype=np.float32)
+        counts = counts_of("x", 9)
+        return TraceRecord(counts, output, max_tokens, prompt.hash, prompt.label, ids, gates, gates - 1)
+
+    async def __aenter__(self):
+        return self
+
+    async def __aexit__(self, *_):
+        pass
+
+
+def test_ids_and_gate_sums_survive_a_crash(collection):
+    options = CollectOptions(collection.prompts, collection.output, max_tokens=5, concurrency=1)
+    with pytest.raises(EngineError):
+        asyncio.run(run_collect(Rich(fails_at=4), options, Silent()))
+    source = Rich()
+    trace = asyncio.run(run_collect(source, options, Silent()))
+    assert source.asked == 1
+    assert trace.decode_ids.shape == (4 * 4, 2, 2)
+    assert trace.gate_prob.dtype == np.float32
+    at_once = asyncio.run(run_collect(Rich(), replace(options, force=True), Silent()))
+    assert trace.digest() == at_once.digest()
+
+
+def test_a_partial_of_another_source_is_refused(collection):
+    crash_after(collection, 2)
+    options = CollectOptions(collection.prompts, collection.output, max_tokens=5)
+    with pytest.raises(TraceError, match=r"counts by the plugin, not with .*everything"):
+        asyncio.run(run_collect(Rich(), options, Silent()))
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"dtype": "|O8"}, "not one of"),
+        ({"shape": [4, 2, 3]}, "do not fill"),
+        ({"shape": [-1, 2, 2]}, "do not fill"),
+        ({"data": "AAAA"}, "do not fill"),
+        ({"data": "?"}, "base64"),
+        ({"more": 1}, "unknown field"),
+    ],
+)
+def test_a_damaged_array_in_the_partial_is_refused(collection, changes, problem):
+    options = CollectOptions(collection.prompts, collection.output, max_tokens=5, concurrency=1)
+    with pytest.raises(EngineError):
+        asyncio.run(run_collect(Rich(fails_at=3), options, Silent()))
+    lines = [json.loads(line) for line in collection.partial.read_text().splitlines()]
+    lines[1]["decode_ids"].update(changes)
+    collection.partial.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(TraceError, match=rf"partial:2 is damaged .*{problem}"):
+        asyncio.run(run_collect(Rich(), options, Silent()))

@@ -17,7 +17,7 @@ def collected(monkeypatch):
 
     seen = []
 
-    async def run_collect(options, reporter):
+    async def run_collect(source, options, reporter):
         seen.append(options)
         reporter.begin(3, 2)
         reporter.advance()

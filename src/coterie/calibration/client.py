@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from types import TracebackType
 from typing import Any
@@ -29,9 +30,18 @@ class EngineClient:
     """
 
     def __init__(
-        self, server: str, *, notice: Callable[[str], None], sleep: Callable[[float], Awaitable[None]]
+        self,
+        server: str,
+        *,
+        notice: Callable[[str], None],
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         """Check the URL.
+
+        Args:
+            server: base URL.
+            notice: told of waits and their causes.
+            sleep: how to wait.
 
         Raises:
             InputError: it is not an HTTP URL.

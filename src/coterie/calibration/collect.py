@@ -1,7 +1,7 @@
-"""Record which experts a set of prompts uses, from a vLLM server that runs the counts plugin.
+"""Record which experts a set of prompts uses, from any `Source`.
 
-Each prompt is sent once, greedy (`temperature` 0) and with `ignore_eos`, so that every output has the same
-length and a trace depends on the model and the prompts alone.
+Each prompt is run once, greedy and with `ignore_eos`, so that every output has the same length and a
+trace depends on the model and the prompts alone.
 """
 
 from __future__ import annotations
@@ -10,22 +10,15 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from coterie.activations import ActivationTrace, build_trace
-from coterie.calibration.client import EngineClient
-from coterie.calibration.journal import Entry, Header, Journal
-from coterie.calibration.prompts import Prompt, read_prompts
-from coterie.core import ExpertCounts
-from coterie.errors import EngineError, InputError, UnsupportedError
-from coterie.wire import OUTPUT_KEY, PROMPT_KEY, decode_counts
-
-_PLUGIN = (
-    '--kv-transfer-config \'{"kv_connector": "CountsConnector", "kv_role": "kv_both", '
-    '"kv_connector_module_path": "coterie.vllm_plugin.connector"}\''
-)
+from coterie.calibration.journal import Header, Journal
+from coterie.calibration.prompts import read_prompts
+from coterie.calibration.source import Source
+from coterie.errors import InputError
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +26,8 @@ class CollectOptions:
     """What to collect.
 
     Attributes:
-        server: base URL of the engine.
         prompts: prompt file.
         output: the trace to write; `output.partial` holds what is finished meanwhile.
-        model: name of the model; None takes the server's only one.
         max_tokens: output tokens of each request; at least 2, since the last one is never forwarded.
         concurrency: requests in flight.
         seed: of the order in which prompts are sent.  A file is often sorted by domain or length; in random
@@ -44,10 +35,8 @@ class CollectOptions:
         force: replace an existing trace, and what was begun with other settings.
     """
 
-    server: str
     prompts: Path
     output: Path
-    model: str | None = None
     max_tokens: int = 64
     concurrency: int = 8
     seed: int = 0
@@ -70,22 +59,19 @@ class Reporter(Protocol):
         ...
 
 
-Sleep = Callable[[float], Awaitable[None]]
-
-
-async def run_collect(options: CollectOptions, reporter: Reporter, *, sleep: Sleep = asyncio.sleep) -> ActivationTrace:
-    """Send every prompt that an earlier run did not finish, and write the trace.
+async def run_collect(source: Source, options: CollectOptions, reporter: Reporter) -> ActivationTrace:
+    """Run every prompt that an earlier run did not finish, and write the trace.
 
     Raises:
-        InputError: the prompt file, an option or the partial file is not usable; nothing was sent.
-        EngineError: the server cannot be reached or answered wrongly; what is finished is kept.
-        UnsupportedError: the server does not run the plugin.
+        InputError: the prompt file, an option or the partial file is not usable; nothing was run.
+        EngineError: the source failed; what is finished is kept.
+        UnsupportedError: the source cannot say which experts were used.
     """
     _check(options)
     file = read_prompts(options.prompts)
-    async with EngineClient(options.server, notice=reporter.notice, sleep=sleep) as client:
-        model = options.model or await client.only_model()
-        header = Header(model, file.digest, options.max_tokens)
+    async with source:
+        model = await source.model()
+        header = Header(model, file.digest, options.max_tokens, source.records)
         with Journal(options.output.with_name(options.output.name + ".partial"), header, file) as journal:
             journal.load(restart=options.force, notice=reporter.notice)
             reporter.begin(len(file.prompts), len(journal.records))
@@ -93,7 +79,7 @@ async def run_collect(options: CollectOptions, reporter: Reporter, *, sleep: Sle
 
             async def work() -> None:
                 for position in ahead:  # shared by all workers
-                    journal.add(await _ask(client, header, file.prompts[position], position))
+                    journal.add(position, await source.record(file.prompts[position], options.max_tokens))
                     reporter.advance()
 
             await _run(work, options.concurrency)
@@ -130,43 +116,3 @@ async def _run(work: Callable[[], Awaitable[None]], workers: int) -> None:
                 group.create_task(one())
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None
-
-
-async def _ask(client: EngineClient, header: Header, prompt: Prompt, position: int) -> Entry:
-    body = {
-        "model": header.model,
-        **prompt.fields,
-        "max_tokens": header.max_tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-        "kv_transfer_params": {PROMPT_KEY: "counts"},
-    }
-    try:
-        entry = _read(await client.post(prompt.path, body), position, client.server)
-        _check_covered(decode_counts(entry.prompt))
-    except InputError as error:
-        raise EngineError(f"{prompt.where}: {client.server} answered with damaged counts: {error}") from None
-    except EngineError as error:
-        raise EngineError(f"{prompt.where}: {error}") from None
-    return entry
-
-
-def _check_covered(prompt: ExpertCounts) -> None:
-    if not prompt.covered:
-        raise EngineError(
-            f"none of the prompt's {prompt.tokens} tokens were counted: their KV came from outside the engine; "
-            "collect from an engine without KV offloading"
-        )
-
-
-def _read(reply: dict[str, Any], position: int, server: str) -> Entry:
-    envelopes = reply.get("kv_transfer_params") or {}
-    if not isinstance(envelopes, dict) or not envelopes.keys() >= {PROMPT_KEY, OUTPUT_KEY}:
-        raise UnsupportedError(
-            f"{server} returned no expert counts: it does not run coterie's plugin; start vLLM with {_PLUGIN}"
-        )
-    usage = reply.get("usage")
-    tokens = usage.get("completion_tokens") if isinstance(usage, dict) else None
-    if type(tokens) is not int:
-        raise EngineError(f"{server} did not say how many tokens it generated")
-    return Entry(position, envelopes[PROMPT_KEY], envelopes[OUTPUT_KEY], tokens)

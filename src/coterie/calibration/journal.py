@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,11 +16,15 @@ from types import TracebackType
 from typing import Any
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from coterie.activations import TraceRecord
 from coterie.calibration.prompts import PromptFile
 from coterie.errors import InputError, TraceError
-from coterie.wire import decode_counts
+from coterie.wire import decode_counts, encode_counts
+
+_DTYPES = frozenset({"|u1", "<u2", "<u4", "<i2", "<i4", "<i8", "<f4"})
 
 
 class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -29,16 +34,53 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         model: name of the model.
         prompts: `PromptFile.digest`.
         max_tokens: output tokens of each request.
+        records: what the source records of each request, `Source.records`.
         version: of this format.
     """
 
     model: str
     prompts: str
     max_tokens: int
-    version: int = 1
+    records: str
+    version: int = 2
 
 
-class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Numbers(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An array as JSON holds it.
+
+    Attributes:
+        dtype: one of numpy's little-endian names in `_DTYPES`.
+        shape: its shape.
+        data: base64 of its bytes in C order.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes  # msgspec writes and reads bytes as base64
+
+    @classmethod
+    def of(cls, array: npt.NDArray[Any] | None) -> Numbers | None:
+        """Write an array, if there is one."""
+        if array is None:
+            return None
+        little = array.astype(array.dtype.newbyteorder("<"))
+        return cls(little.dtype.str, little.shape, little.tobytes())
+
+    def array(self) -> npt.NDArray[Any]:
+        """Read the array.
+
+        Raises:
+            InputError: the dtype is not allowed, or the bytes do not fill the shape.
+        """
+        if self.dtype not in _DTYPES:
+            raise InputError(f"an array of dtype {self.dtype[:20]!r}, not one of {', '.join(sorted(_DTYPES))}")
+        dtype = np.dtype(self.dtype)
+        if min(self.shape, default=0) < 0 or math.prod(self.shape) * dtype.itemsize != len(self.data):
+            raise InputError(f"{len(self.data)} bytes do not fill an array of shape {self.shape} {dtype}")
+        return np.frombuffer(self.data, dtype).reshape(self.shape)
+
+
+class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """One finished request.
 
     Attributes:
@@ -46,25 +88,55 @@ class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         prompt: counts envelope of the prompt.
         output: counts envelope of the output.
         output_tokens: length of the output.
+        decode_ids: as in `TraceRecord`.
+        gate_prob: as in `TraceRecord`.
+        gate_logit: as in `TraceRecord`.
     """
 
     position: int
     prompt: Mapping[str, Any]
     output: Mapping[str, Any]
     output_tokens: int
+    decode_ids: Numbers | None = None
+    gate_prob: Numbers | None = None
+    gate_logit: Numbers | None = None
+
+    @classmethod
+    def of(cls, position: int, record: TraceRecord) -> Entry:
+        """The request as a line holds it."""
+        return cls(
+            position,
+            encode_counts(record.prompt),
+            encode_counts(record.output),
+            record.output_tokens,
+            Numbers.of(record.decode_ids),
+            Numbers.of(record.gate_prob),
+            Numbers.of(record.gate_logit),
+        )
 
     def record(self, prompts: PromptFile) -> TraceRecord:
         """The request as the trace holds it.
 
         Raises:
-            InputError: an envelope is malformed, or there is no such prompt.
+            InputError: an envelope or array is malformed, or there is no such prompt.
         """
         if not 0 <= self.position < len(prompts.prompts):
             raise InputError(f"there is no prompt {self.position} among {len(prompts.prompts)}")
         prompt = prompts.prompts[self.position]
         return TraceRecord(
-            decode_counts(self.prompt), decode_counts(self.output), self.output_tokens, prompt.hash, prompt.label
+            decode_counts(self.prompt),
+            decode_counts(self.output),
+            self.output_tokens,
+            prompt.hash,
+            prompt.label,
+            _array(self.decode_ids),
+            _array(self.gate_prob),
+            _array(self.gate_logit),
         )
+
+
+def _array(numbers: Numbers | None) -> npt.NDArray[Any] | None:
+    return None if numbers is None else numbers.array()
 
 
 _headers = msgspec.json.Decoder(Header)
@@ -112,16 +184,18 @@ class Journal:
         if not whole:
             self._append(self._header)
 
-    def add(self, entry: Entry) -> None:
+    def add(self, position: int, record: TraceRecord) -> None:
         """Keep a finished request; it is on disk when this returns.
 
+        Args:
+            position: of its prompt in the prompt file, from 0.
+            record: what a source recorded.
+
         Raises:
-            InputError: an envelope is malformed; nothing was kept.
             TraceError: the file cannot be written.
         """
-        record = entry.record(self._prompts)
-        self._append(entry)
-        self.records[entry.position] = record
+        self._append(Entry.of(position, record))
+        self.records[position] = record
 
     def remove(self) -> None:
         """Delete the file: the trace took its place."""
@@ -177,4 +251,4 @@ class Journal:
 def _describe(header: Header | None) -> str:
     if header is None:
         return "another format"
-    return f"model {header.model!r}, prompts {header.prompts[:8]}, {header.max_tokens} output tokens"
+    return f"model {header.model!r}, prompts {header.prompts[:8]}, {header.max_tokens} output tokens, {header.records}"

@@ -13,11 +13,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from coterie.activations import ActivationTrace
+from coterie.calibration.client import EngineClient
 from coterie.calibration.collect import CollectOptions, run_collect
+from coterie.calibration.sources.plugin import PluginSource
 
 
 @click.command()
-@click.option("--server", required=True, help="Base URL of a vLLM server that runs coterie's plugin.")
+@click.option("--server", required=True, help="Base URL of a server that runs coterie's plugin.")
 @click.option("--prompts", required=True, type=click.Path(path_type=Path), help="Prompt file, JSON lines.")
 @click.option("--output", required=True, type=click.Path(path_type=Path), help="Trace to write.")
 @click.option("--model", help="Name of the model; needed where the server serves several.")
@@ -26,7 +28,7 @@ from coterie.calibration.collect import CollectOptions, run_collect
 @click.option("--seed", default=0, show_default=True, type=click.IntRange(0), help="Of the order of sending.")
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
 @click.option("--force", is_flag=True, help="Replace an existing trace and what was begun with other settings.")
-def collect(as_json: bool, **options: Any) -> None:
+def collect(server: str, model: str | None, as_json: bool, **options: Any) -> None:
     """Record which experts a set of prompts uses.
 
     A line of the prompt file is {"prompt": TEXT} or {"messages": [...]}, with an optional "label".  Outputs are
@@ -37,7 +39,8 @@ def collect(as_json: bool, **options: Any) -> None:
     chosen = CollectOptions(**options)
     try:
         with CollectProgress() as progress:
-            trace = asyncio.run(run_collect(chosen, progress))
+            source = PluginSource(EngineClient(server, notice=progress.notice), model)
+            trace = asyncio.run(run_collect(source, chosen, progress))
     except KeyboardInterrupt:
         click.echo("interrupted; the same command goes on from what is finished", err=True)
         sys.exit(130)

@@ -17,9 +17,11 @@ from typing import Any, Protocol
 import httpx
 import numpy as np
 
+from coterie.calibration.client import EngineClient
 from coterie.calibration.collect import CollectOptions, Reporter, run_collect
 from coterie.calibration.fit import fit
 from coterie.calibration.prompts import Prompt, read_prompts
+from coterie.calibration.sources.plugin import PluginSource
 from coterie.errors import EngineError, InputError
 from coterie.up.cluster import Cluster, Member
 from coterie.up.demo_client import Served, serve_all
@@ -147,16 +149,16 @@ def _calibrate(cluster: Cluster, options: DemoOptions, reporter: DemoReporter) -
     """Collect a trace and fit a profile; returns its path."""
     reporter.step("collecting")
     folder = cluster.config.run_dir
+    client = EngineClient(cluster.prefill_urls[0], notice=reporter.notice)
+    source = PluginSource(client, cluster.config.served_model_name)
     collecting = CollectOptions(
-        server=cluster.prefill_urls[0],
         prompts=options.calibrate,
         output=folder / "demo.trace",
-        model=cluster.config.served_model_name,
         max_tokens=options.max_tokens,
         concurrency=options.concurrency,
         force=True,
     )
-    trace = asyncio.run(run_collect(collecting, reporter))
+    trace = asyncio.run(run_collect(source, collecting, reporter))
     reporter.step("fitting")
     fit(trace, len(cluster.decode_urls), seed=options.seed).save(folder / "demo.profile")
     return folder / "demo.profile"

@@ -1,0 +1,1 @@
+"""The sources of expert counts, one file each."""
