@@ -279,7 +279,7 @@ def test_an_optional_array_that_one_record_lacks_is_an_error(name):
 def test_ids_that_do_not_fit_are_refused_before_they_wrap():
     wrong = rich(0).decode_ids.astype(np.int64)
     wrong[0, 0, 0] += 256
-    with pytest.raises(TraceError, match="request 0: decode_ids: .* an id outside"):
+    with pytest.raises(TraceError, match=r"request 0: decode_ids: .* an id outside"):
         build_trace("m", [replace(rich(0), decode_ids=wrong)])
     with pytest.raises(TraceError, match=r"decode_ids has shape \(3, 4\)"):
         build_trace("m", [replace(rich(0), decode_ids=rich(0).decode_ids.reshape(3, 4))])
