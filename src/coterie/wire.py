@@ -9,9 +9,12 @@
 The dtype is the smallest unsigned one that holds the largest count, so 48 x 128 counts of a prompt of
 up to 65,535 tokens take 12 KiB, and prompts of millions of tokens do not overflow.
 
-**Routed-expert ids** are what stock engines return: one row of `top_k` ids per token and layer.  The
-readers accept vLLM's base64 `.npy`, nested lists, `{"data", "shape", "dtype"}` objects, and SGLang's
-raw int32.  Every reader is given the number of bytes it may expand to, and checks all that it reads:
+A plain request asks for them by `kv_transfer_params: {"coterie": "counts"}`; `"counts+ids"` asks for the
+expert ids of each output token as well, which come back under `coterie_output_ids`.
+
+**Routed-expert ids**: one row of `top_k` ids per token and layer.  The plugin writes them as a
+`{"data", "shape", "dtype"}` object; stock engines return them as vLLM's base64 `.npy`, nested lists, or
+SGLang's raw int32.  Every reader is given the number of bytes it may expand to, and checks all that it reads:
 these bytes come from another process.
 """
 
@@ -33,6 +36,9 @@ from coterie.errors import InputError, WireError
 VERSION = 1
 PROMPT_KEY = "coterie"
 OUTPUT_KEY = "coterie_output"
+OUTPUT_IDS_KEY = "coterie_output_ids"
+ASK_COUNTS = "counts"
+ASK_IDS = "counts+ids"
 MAX_ENVELOPE_BYTES = 16 << 20
 MAX_ROUTED_BYTES = 1 << 30
 
@@ -170,6 +176,22 @@ def read_routed_experts(
         WireError: wrong shape or dtype, an id out of range, an id twice in a row, or an all-zero row of a
             MoE layer (what engines leave where they did not record).
     """
+    ids = read_some_routed_experts(
+        payload, geometry, model_layers=model_layers, moe_layers=moe_layers, max_bytes=max_bytes
+    )
+    check_ids(ids, geometry)
+    return ids
+
+
+def read_some_routed_experts(
+    payload: object,
+    geometry: ModelGeometry,
+    *,
+    model_layers: int | None = None,
+    moe_layers: Sequence[int] | None = None,
+    max_bytes: int = MAX_ROUTED_BYTES,
+) -> Ids:
+    """As `read_routed_experts`, but rows that the engine did not record are left in: see `recorded_tokens`."""
     rows = model_layers or geometry.layers
     ids = _parse_ids(payload, rows, geometry.top_k, max_bytes)
     if ids.ndim != 3 or ids.shape[1:] != (rows, geometry.top_k):
@@ -178,8 +200,19 @@ def read_routed_experts(
         ids = ids[:, _check_layers(moe_layers, rows, geometry.layers), :]
     elif rows != geometry.layers:
         raise WireError(f"routed experts: {rows} layers for {geometry.layers} MoE layers; say which are MoE layers")
-    check_ids(ids, geometry)
+    _check_range(ids, geometry)
     return ids
+
+
+def recorded_tokens(ids: Ids) -> npt.NDArray[np.bool_]:
+    """`[tokens]`: whether every layer of `[tokens, L, top_k]` names different experts, as a router does.
+
+    A row that the engine did not record is all zeros, or holds what was left in its buffer.  With top-1 a zero
+    row is expert 0, so every token counts as recorded.
+    """
+    ordered = np.sort(ids, axis=-1)
+    twice: npt.NDArray[np.bool_] = (ordered[..., 1:] == ordered[..., :-1]).any(axis=(1, 2))
+    return ~twice
 
 
 def check_ids(ids: Ids, geometry: ModelGeometry) -> None:
@@ -188,11 +221,15 @@ def check_ids(ids: Ids, geometry: ModelGeometry) -> None:
     Raises:
         WireError: naming the first token and layer that does not.
     """
-    _refuse(((ids < 0) | (ids >= geometry.experts)).any(-1), f"an id outside 0..{geometry.experts - 1}", ids)
+    _check_range(ids, geometry)
     if geometry.top_k > 1:
         _refuse((ids == 0).all(-1), "only zeros: the engine did not record it", ids)
         ordered = np.sort(ids, axis=-1)
         _refuse((ordered[..., 1:] == ordered[..., :-1]).any(-1), "the same expert twice", ids)
+
+
+def _check_range(ids: Ids, geometry: ModelGeometry) -> None:
+    _refuse(((ids < 0) | (ids >= geometry.experts)).any(-1), f"an id outside 0..{geometry.experts - 1}", ids)
 
 
 def _refuse(wrong: Any, what: str, ids: Ids) -> None:
@@ -270,6 +307,13 @@ def _parse_lists(payload: list[Any], rows: int, top_k: int) -> Ids:
             if not all(-(1 << 31) <= i < 1 << 31 for i in ids):
                 raise WireError(f"routed experts: an id does not fit 32 bits: {_brief(ids)}")
     return np.asarray(payload, dtype=np.int32).reshape(-1, rows, top_k)
+
+
+def encode_ids(ids: Ids, experts: int) -> dict[str, Any]:
+    """Write checked ids `[tokens, L, top_k]` as the object that `read_routed_experts` reads."""
+    dtype = smallest_dtype(experts - 1)
+    data = base64.b64encode(ids.astype(dtype).tobytes()).decode("ascii")
+    return {"data": data, "shape": list(ids.shape), "dtype": dtype.name}
 
 
 def count_ids(ids: Ids, experts: int) -> Counts:

@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import numpy as np
 
-from coterie.wire import OUTPUT_KEY, PROMPT_KEY, decode_counts
+from coterie.wire import OUTPUT_IDS_KEY, OUTPUT_KEY, PROMPT_KEY, count_ids, decode_counts, read_routed_experts
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -46,6 +46,33 @@ def ask_counts(url: str, prompt: str | list[int], **fields):
         choice["prompt_token_ids"],
         choice["token_ids"],
     )
+
+
+def ask_ids(url: str, prompt: str | list[int], **fields):
+    """(ids of the output `[T, L, k]`, prompt ids, output ids) of a plain request; the ids count to the envelope."""
+    reply = complete(url, prompt, kv_transfer_params={"coterie": "counts+ids"}, **fields)
+    params = reply["kv_transfer_params"]
+    output, choice = decode_counts(params[OUTPUT_KEY]), reply["choices"][0]
+    ids = read_routed_experts(params[OUTPUT_IDS_KEY], output.geometry)
+    np.testing.assert_array_equal(count_ids(ids, output.geometry.experts), output.counts)
+    return ids, choice["prompt_token_ids"], choice["token_ids"]
+
+
+def transformers_ids(engine_python, model: Path, texts: list[list[int]], folder: Path):
+    """`ids` and `near` of each text: `[T, L, k]` and `[T, L, E]`; see `inside/router_counts.py`."""
+    transformers_counts(engine_python, model, texts, folder)
+    ends = np.cumsum([len(text) for text in texts])[:-1]
+    with np.load(folder / "counts.npz") as file:
+        return np.split(file["ids"], ends), np.split(file["token_near"], ends)
+
+
+def assert_same_ids(ids: np.ndarray, oracle: np.ndarray, near: np.ndarray) -> None:
+    """Each token chooses the same set of experts, but for those at a tie of gate logits."""
+    assert ids.shape == oracle.shape
+    chosen, expected = np.zeros(near.shape, bool), np.zeros(near.shape, bool)
+    np.put_along_axis(chosen, ids.astype(int), True, axis=-1)
+    np.put_along_axis(expected, oracle, True, axis=-1)
+    assert not ((chosen != expected) & ~near).any()
 
 
 def transformers_counts(engine_python, model: Path, texts: list[list[int]], folder: Path):

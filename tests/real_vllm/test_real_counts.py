@@ -7,7 +7,17 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import numpy as np
 import pytest
-from oracle import ask_counts, assert_same_routing, complete, metric, prompts, transformers_counts
+from oracle import (
+    ask_counts,
+    ask_ids,
+    assert_same_ids,
+    assert_same_routing,
+    complete,
+    metric,
+    prompts,
+    transformers_counts,
+    transformers_ids,
+)
 from servers import TINY
 
 from coterie.up.server import vllm_server
@@ -125,6 +135,30 @@ def test_preempted_requests_count_every_token_once(server, engine_python, tmp_pa
         assert output.complete
         assert_same_routing(prompt.counts, counts[i], near[i])
         assert_same_routing(output.counts, counts[10 + i] - counts[i], near[10 + i])
+
+
+def check_ids(answers, engine_python, folder):
+    whole = [prompt + output[:-1] for _, prompt, output in answers]
+    oracle, near = transformers_ids(engine_python, TINY, whole, folder)
+    for (ids, prompt, _), expected, close in zip(answers, oracle, near, strict=True):
+        assert_same_ids(ids, expected[len(prompt) :], close[len(prompt) :])
+
+
+def test_ids_of_output_tokens_are_those_that_transformers_routes(server, texts, engine_python, tmp_path):
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(lambda text: ask_ids(server, text, max_tokens=OUTPUT), texts))
+    assert {len(ids) for ids, _, _ in answers} == {OUTPUT - 1}
+    check_ids(answers, engine_python, tmp_path)
+    assert len(ask_ids(server, texts[0])[0]) == 0, "the only output token was not forwarded"
+
+
+def test_preempted_requests_return_the_ids_of_every_output_token(server, engine_python, tmp_path):
+    ids = [[300 + (37 * number + i) % 3000 for i in range(100)] for number in range(10)]
+    preemptions = metric(server, "vllm:num_preemptions_total")
+    with ThreadPoolExecutor(10) as pool:
+        answers = list(pool.map(lambda prompt: ask_ids(server, prompt, max_tokens=130), ids))
+    assert metric(server, "vllm:num_preemptions_total") > preemptions
+    check_ids(answers, engine_python, tmp_path)
 
 
 def test_requests_that_finish_in_one_step_get_their_own_counts(server, texts, cold):

@@ -7,20 +7,21 @@ import pytest
 from toy_engine import BLOCK, GEOMETRY, Request, ToyEngine, experts_of
 
 from coterie.vllm_plugin.plan import CountsPlan
-from coterie.vllm_plugin.slots import PARTS, Slots
-from coterie.wire import OUTPUT_KEY, PROMPT_KEY, decode_counts
+from coterie.vllm_plugin.slots import PARTS, Layout, Slots
+from coterie.wire import OUTPUT_IDS_KEY, OUTPUT_KEY, PROMPT_KEY, decode_counts, read_routed_experts
 
 PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
 COUNTS = {"coterie": "counts"}
+IDS = {"coterie": "counts+ids"}
 
 
-def run_traffic(seed: int, outside: bool, requests: int = 24) -> ToyEngine:
-    engine = ToyEngine(seed, outside=outside)
+def run_traffic(seed: int, outside: bool, lag: bool = False, requests: int = 24) -> ToyEngine:
+    engine = ToyEngine(seed, outside=outside, lag=lag)
     rng = np.random.default_rng(seed + 1)
     for number in range(requests):
         prompt = rng.integers(0, 2, rng.integers(1, 18)).tolist()  # few symbols, so that prefixes repeat
         plain = rng.random() < 0.2
-        params = {} if plain else dict(PREFILL if rng.random() < 0.4 else COUNTS)
+        params = {} if plain else (PREFILL, PREFILL, COUNTS, IDS, IDS)[rng.integers(5)]
         limit = 1 if "do_remote_decode" in params else int(rng.integers(1, 9))
         engine.submit(Request(f"r{number}", prompt, len(prompt), limit, params))
         engine.step()
@@ -40,16 +41,30 @@ def check(envelope, truth, tokens):
 
 def output_truth(request):
     """Whole minus prompt; unknown (not covered) where a preempted request may not have got its whole prompt back."""
-    (whole, total), (covered, prompt) = request.params["total_truth"], request.prompt_truth
-    known = covered == request.prompt and whole == len(request.tokens) - 1
+    (whole, total), (covered, prompt) = request.total_truth, request.prompt_truth
+    known = covered == request.prompt and whole == request.last
     if request.limit == 1 or (request.readmitted and not known):
         return 0, np.zeros_like(prompt)
     return whole - covered, total - prompt
 
 
-@pytest.mark.parametrize("seed", range(25))
-def test_counts_are_exactly_the_tokens_forwarded_whatever_happens_to_blocks(seed):
-    engine = run_traffic(seed, outside=True)
+def check_ids(reply, request):
+    """The ids in order where all of the output was counted, and nothing otherwise; whether there was nothing."""
+    if reply[OUTPUT_IDS_KEY] is None:
+        assert output_truth(request)[0] < request.limit - 1
+        return True
+    ids = read_routed_experts(reply[OUTPUT_IDS_KEY], GEOMETRY)
+    assert len(ids) == request.limit - 1
+    for position, row in enumerate(ids, request.prompt):
+        np.testing.assert_array_equal(row, experts_of(tuple(request.tokens[: position + 1])))
+    return False
+
+
+@pytest.mark.parametrize("lag", [False, True])
+@pytest.mark.parametrize("seed", range(20))
+def test_counts_and_ids_are_exactly_the_tokens_forwarded_whatever_happens_to_blocks(seed, lag):
+    engine = run_traffic(seed, outside=True, lag=lag)
+    dropped = 0
     for request, reply in engine.answers.values():
         if not request.finished:
             continue
@@ -61,14 +76,18 @@ def test_counts_are_exactly_the_tokens_forwarded_whatever_happens_to_blocks(seed
             check(reply[OUTPUT_KEY], output_truth(request), request.limit - 1)
         else:
             assert OUTPUT_KEY not in reply
+        if request.params is IDS:
+            dropped += check_ids(reply, request)
+        else:
+            assert OUTPUT_IDS_KEY not in reply
     assert engine.plan.live_slots == 0
-    assert engine.plan.take_dropped() == 0
+    assert engine.plan.take_dropped() >= dropped  # aborted requests may lack their last step
 
 
 def test_the_toy_engine_really_does_all_it_claims():
     seen = dict.fromkeys(ToyEngine(0).events, 0)
-    for seed in range(25):
-        for name, times in run_traffic(seed, outside=True).events.items():
+    for seed in range(10):
+        for name, times in run_traffic(seed, outside=True, lag=True).events.items():
             seen[name] += times
     assert min(seen.values()) >= 10, seen
 
@@ -86,9 +105,13 @@ def test_without_outside_fills_every_token_is_covered(seed):
             np.testing.assert_array_equal(counts.counts, expected)
 
 
+def layout(slots):
+    return Layout(slots, GEOMETRY, page_tokens=16)
+
+
 def plan_with_worker(slots=2):
-    plan = CountsPlan(GEOMETRY, BLOCK, slots)
-    worker = Slots.open(str(plan._path), slots, GEOMETRY.layers, GEOMETRY.experts)
+    plan = CountsPlan(layout(slots), BLOCK)
+    worker = Slots.open(str(plan._path), layout(slots))
     worker.announce(GEOMETRY.layers)
     return plan, worker
 
@@ -153,19 +176,95 @@ def test_a_slot_that_went_to_another_request_does_not_answer_for_it():
     assert plan.request_finished("b", 4) is None
 
 
+def forwarded(plan, worker, start, tokens, ids):
+    """One step of request `a` whose tokens choose `ids [tokens, L, k]`; returns the worker's job for ids."""
+    step = plan.step({"a": (start, tokens)}, lambda _: [3, 7])
+    for job in step.jobs:
+        worker.write(job.slot, job.part, job.ticket, start + tokens, sum_of(3, ids) if job.part else sum_of(3))
+    return step.ids
+
+
+def sum_of(prompt_tokens, ids=()):
+    """Counts of a prompt whose tokens all choose experts 0 and 1, and of output tokens."""
+    counts = np.zeros((2, 6), np.int32)
+    counts[:, :2] = prompt_tokens
+    for layer in range(2):
+        for row in ids:
+            counts[layer, row[layer]] += 1
+    return counts
+
+
+OUTPUT_IDS = np.array([[[4, 1], [0, 5]], [[2, 3], [3, 1]]], np.uint8)
+
+
+def test_ids_come_back_in_the_order_of_the_router_and_only_for_output_tokens():
+    plan, worker = plan_with_worker()
+    plan.request_added("a", 3, IDS)
+    assert forwarded(plan, worker, 0, 3, []) is None
+    first = forwarded(plan, worker, 3, 1, OUTPUT_IDS[:1])
+    worker.write_ids(first.page, first.ticket, OUTPUT_IDS[:1])
+    second = forwarded(plan, worker, 4, 1, OUTPUT_IDS)
+    worker.write_ids(second.page, second.ticket, OUTPUT_IDS[1:])
+    assert (first.kv_slots, second.kv_slots) == ([3 * BLOCK + 3], [7 * BLOCK])
+    assert first.page != second.page
+    reply = plan.request_finished("a", 6)
+    np.testing.assert_array_equal(read_routed_experts(reply[OUTPUT_IDS_KEY], GEOMETRY), OUTPUT_IDS)
+
+
+def test_tokens_forwarded_again_replace_what_was_read_and_prompt_tokens_are_left_out():
+    plan, worker = plan_with_worker()
+    plan.request_added("a", 3, IDS)
+    forwarded(plan, worker, 0, 3, [])
+    for start in (3, 4):
+        job = forwarded(plan, worker, start, 1, OUTPUT_IDS[::-1][: start - 2])
+        worker.write_ids(job.page, job.ticket, OUTPUT_IDS[::-1][start - 3 : start - 2])
+    again = forwarded(plan, worker, 1, 4, OUTPUT_IDS)  # after a preemption
+    assert again.kv_slots == [3 * BLOCK + 3, 7 * BLOCK]
+    worker.write_ids(again.page, again.ticket, OUTPUT_IDS)
+    reply = plan.request_finished("a", 6)
+    np.testing.assert_array_equal(read_routed_experts(reply[OUTPUT_IDS_KEY], GEOMETRY), OUTPUT_IDS)
+
+
+def test_an_output_of_one_token_has_no_ids_and_loses_none():
+    plan, worker = plan_with_worker()
+    plan.request_added("a", 3, IDS)
+    forwarded(plan, worker, 0, 3, [])
+    reply = plan.request_finished("a", 4)
+    assert read_routed_experts(reply[OUTPUT_IDS_KEY], GEOMETRY).shape == (0, 2, 2)
+    assert plan.take_dropped() == 0
+
+
+@pytest.mark.parametrize(
+    "written",
+    [None, OUTPUT_IDS[1:], np.array([[[4, 4], [0, 5]]], np.uint8), np.array([[[4, 9], [0, 5]]], np.uint8)],
+    ids=["nothing", "another token", "an expert twice", "no such expert"],
+)
+def test_ids_that_are_not_what_was_counted_are_not_returned_and_the_counts_are(written):
+    plan, worker = plan_with_worker()
+    plan.request_added("a", 3, IDS)
+    forwarded(plan, worker, 0, 3, [])
+    job = forwarded(plan, worker, 3, 1, OUTPUT_IDS[:1])
+    if written is not None:
+        worker.write_ids(job.page, job.ticket, written)
+    reply = plan.request_finished("a", 5)
+    assert reply[OUTPUT_IDS_KEY] is None
+    assert decode_counts(reply[OUTPUT_KEY]).covered == 1
+    assert plan.take_dropped() == 1
+
+
 def test_the_shared_file_is_private_and_unlinked_as_soon_as_it_is_mapped():
-    plan = CountsPlan(GEOMETRY, BLOCK, 2)
+    plan = CountsPlan(layout(2), BLOCK)
     assert plan._path.stat().st_mode & 0o077 == 0
     plan.step({}, lambda _: [])
     assert plan._path.exists()
-    Slots.open(str(plan._path), 2, GEOMETRY.layers, GEOMETRY.experts).announce(2)
+    Slots.open(str(plan._path), layout(2)).announce(2)
     plan.step({}, lambda _: [])
     assert not plan._path.exists()
     plan.close()
 
 
 def test_an_engine_that_never_ran_a_step_leaves_no_file():
-    plan = CountsPlan(GEOMETRY, BLOCK, 2)
+    plan = CountsPlan(layout(2), BLOCK)
     plan.close()
     assert not plan._path.exists()
 

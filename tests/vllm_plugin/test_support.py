@@ -8,9 +8,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from coterie.core import ModelGeometry
 from coterie.errors import UnsupportedError
 from coterie.vllm_plugin import support
-from coterie.vllm_plugin.slots import Slots
+from coterie.vllm_plugin.slots import Layout, Slots
+
+SMALL = Layout(1, ModelGeometry(1, 2, 1), page_tokens=4)
 
 
 def config(**changes):
@@ -108,16 +111,16 @@ def test_a_model_without_full_attention_is_refused_by_layout(specs):
 
 
 def test_a_file_that_is_not_ours_or_gone_is_refused(tmp_path):
-    size = Slots.size(1, 1, 2)
+    size = SMALL.nbytes
     alien = tmp_path / "alien"
     alien.write_bytes(b"\1" * size)
     with pytest.raises(UnsupportedError, match="not coterie's"):
-        Slots.open(str(alien), 1, 1, 2)
+        Slots.open(str(alien), SMALL)
     with pytest.raises(UnsupportedError, match="one host"):
-        Slots.open(str(tmp_path / "gone"), 1, 1, 2)
+        Slots.open(str(tmp_path / "gone"), SMALL)
     alien.write_bytes(b"")
     with pytest.raises(UnsupportedError, match="cannot map"):
-        Slots.open(str(alien), 1, 1, 2)
+        Slots.open(str(alien), SMALL)
 
 
 def test_a_file_that_a_killed_engine_left_is_swept_and_a_live_one_is_kept(tmp_path):
@@ -127,15 +130,15 @@ def test_a_file_that_a_killed_engine_left_is_swept_and_a_live_one_is_kept(tmp_pa
     other.write_bytes(b"")
     with live.open("wb") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        _, path = Slots.create(1, 1, 2, folder=str(tmp_path))
+        _, path = Slots.create(SMALL, folder=str(tmp_path))
         assert sorted(tmp_path.iterdir()) == sorted([live, other, path])
-        _, second = Slots.create(1, 1, 2, folder=str(tmp_path))
+        _, second = Slots.create(SMALL, folder=str(tmp_path))
         assert path.exists()
         assert second.exists()
 
 
 def test_unlinking_twice_is_harmless_and_keeps_what_is_mapped(tmp_path):
-    table, path = Slots.create(1, 1, 2, folder=str(tmp_path))
+    table, path = Slots.create(SMALL, folder=str(tmp_path))
     table.announce(1)
     table.write(0, 0, 7, 1, np.array([[1, 1]], np.int32))
     table.unlink()
@@ -146,7 +149,7 @@ def test_unlinking_twice_is_harmless_and_keeps_what_is_mapped(tmp_path):
 
 def test_shared_memory_that_is_too_small_is_an_error_at_start(tmp_path):
     with pytest.raises(UnsupportedError, match=r"cannot create shared memory in .*missing"):
-        Slots.create(1, 1, 2, folder=str(tmp_path / "missing"))
+        Slots.create(SMALL, folder=str(tmp_path / "missing"))
     with pytest.raises(UnsupportedError, match="cannot reserve"):
-        Slots.create(1 << 30, 64, 128, folder=str(tmp_path))
+        Slots.create(Layout(1 << 30, ModelGeometry(64, 128, 8), 1), folder=str(tmp_path))
     assert list(tmp_path.iterdir()) == []

@@ -1,7 +1,9 @@
 """A small paged-KV scheduler that does at random what vLLM does: hits, eviction, preemption, abort, outside fills.
 
 It drives a `CountsPlan` as vLLM's scheduler does and keeps the truth beside it: for each block, which
-tokens were really forwarded into it since it was given out.  Which experts a token chooses depends on
+tokens were really forwarded into it since it was given out.  With `lag`, a step is planned while the one
+before is in flight, as in vLLM's asynchronous scheduling: the output of a step is seen one plan later, and a
+request may be planned once more after its last step.  Which experts a token chooses depends on
 all tokens before it, so that requests with a common prefix agree on the prefix and on nothing else.
 """
 
@@ -14,7 +16,7 @@ import numpy as np
 
 from coterie.core import ModelGeometry
 from coterie.vllm_plugin.plan import CountsPlan, StepPlan
-from coterie.vllm_plugin.slots import Slots
+from coterie.vllm_plugin.slots import Layout, Slots
 
 GEOMETRY = ModelGeometry(layers=2, experts=6, top_k=2)
 BLOCK = 4
@@ -42,11 +44,14 @@ class Request:
     blocks: list[int] = field(default_factory=list)
     computed: int = 0
     prompt_truth: tuple[int, np.ndarray] | None = None
+    total_truth: tuple[int, np.ndarray] | None = None
     readmitted: bool = False
+    finished: bool = False
 
     @property
-    def finished(self) -> bool:
-        return len(self.tokens) == self.prompt + self.limit
+    def last(self) -> int:
+        """Tokens forwarded when the last output token is sampled."""
+        return self.prompt + self.limit - 1
 
 
 class Rows:
@@ -59,16 +64,20 @@ class Rows:
         self.rows[plan.restart] = 0
         for slot, prefix in written:
             add_token(self.rows[slot // BLOCK], prefix)
+        if plan.ids is not None:
+            ids = {slot: experts_of(prefix) for slot, prefix in written}
+            slots.write_ids(plan.ids.page, plan.ids.ticket, np.stack([ids[slot] for slot in plan.ids.kv_slots]))
         for job in plan.jobs:
             total = self.rows[job.blocks].sum(0)
             slots.write(job.slot, job.part, job.ticket, int(total[0].sum()) // GEOMETRY.top_k, total.astype(np.int32))
 
 
 class ToyEngine:
-    def __init__(self, seed: int, blocks: int = 14, slots: int = 8, outside: bool = True) -> None:
+    def __init__(self, seed: int, blocks: int = 14, slots: int = 8, outside: bool = True, lag: bool = False) -> None:
         self.rng = np.random.default_rng(seed)
-        self.plan = CountsPlan(GEOMETRY, BLOCK, slots)
-        self.worker_slots = Slots.open(str(self.plan._path), slots, GEOMETRY.layers, GEOMETRY.experts)
+        layout = Layout(slots, GEOMETRY, page_tokens=blocks * BLOCK)
+        self.plan = CountsPlan(layout, BLOCK)
+        self.worker_slots = Slots.open(str(self.plan._path), layout)
         self.worker_slots.announce(GEOMETRY.layers)
         self.rows = Rows(blocks)
         self.truth: list[dict[int, tuple[int, ...]]] = [{} for _ in range(blocks)]
@@ -78,7 +87,10 @@ class ToyEngine:
         self.running: list[Request] = []
         self.answers: dict[str, tuple[Request, dict | None]] = {}
         self.outside = outside
-        self.events = {"hit": 0, "evicted": 0, "preempted": 0, "aborted": 0, "outside": 0, "chunked": 0}
+        self.in_flight: list[tuple[StepPlan, list[tuple[int, tuple[int, ...]]], list[tuple[Request, int]]]] = []
+        self.lag = lag
+        names = ("hit", "evicted", "preempted", "aborted", "outside", "chunked", "recomputed", "one_more")
+        self.events = dict.fromkeys(names, 0)
 
     def submit(self, request: Request) -> None:
         self.waiting.append(request)
@@ -164,29 +176,47 @@ class ToyEngine:
                 self.preempt(request)
         by_name = {request.name: request for request in self.running}
         plan = self.plan.step(scheduled, lambda name: by_name[name].blocks)
-        written = []
+        written: list[tuple[int, tuple[int, ...]]] = []
         for name, (start, tokens) in scheduled.items():
             request = by_name[name]
+            self.events["recomputed"] += start + tokens > request.prompt and tokens > 1
+            self.events["one_more"] += start + tokens > request.last
             for position in range(start, start + tokens):
                 block, prefix = request.blocks[position // BLOCK], tuple(request.tokens[: position + 1])
                 self.truth[block][position % BLOCK] = prefix
                 written.append((block * BLOCK + position % BLOCK, prefix))
         self.rng.shuffle(written)
-        self.rows.run(plan, self.worker_slots, written)
-        for name, (start, tokens) in scheduled.items():
-            self.after(by_name[name], start + tokens)
+        ends = [(by_name[name], start + tokens) for name, (start, tokens) in scheduled.items()]
+        for request, end in ends:
+            self.advance(request, end)
+        self.in_flight.append((plan, written, ends))
+        while len(self.in_flight) > self.lag:
+            self.settle(*self.in_flight.pop(0))
 
-    def after(self, request: Request, end: int) -> None:
+    def advance(self, request: Request, end: int) -> None:
+        """The step is planned; its token is sampled, but not seen yet."""
         request.computed = end
         self.cache_full_blocks(request)
-        if self.rng.random() < 0.05:
-            self.events["aborted"] += 1
-            self.finish(request)
-        elif end == len(request.tokens):
-            if end == request.prompt:
-                request.prompt_truth = self.covered(request, end)
+        if end == request.prompt and request.prompt_truth is None:
+            request.prompt_truth = self.covered(request, end)
+        if end == request.last:
+            request.total_truth = self.covered(request, end)
+        if end == len(request.tokens):
             request.tokens.append(int(self.rng.integers(0, 3)))
-            if request.finished:
+
+    def settle(
+        self, plan: StepPlan, written: list[tuple[int, tuple[int, ...]]], ends: list[tuple[Request, int]]
+    ) -> None:
+        """The worker runs a step, and the scheduler sees its output."""
+        self.rows.run(plan, self.worker_slots, written)
+        for request, end in ends:
+            if request.name in self.answers:
+                continue
+            if self.rng.random() < 0.05:
+                self.events["aborted"] += 1
+                self.finish(request)
+            elif end == request.last:
+                request.finished = True
                 self.finish(request)
 
     def cache_full_blocks(self, request: Request) -> None:
@@ -200,11 +230,9 @@ class ToyEngine:
         self.waiting.append(request)
 
     def finish(self, request: Request) -> None:
-        total = self.covered(request, request.computed) if request.finished else None
-        reply = self.plan.request_finished(request.name, len(request.tokens))
+        reply = self.plan.request_finished(request.name, request.last + 1 if request.finished else len(request.tokens))
         self.answers[request.name] = (request, reply if request.finished else None)
-        request.params["total_truth"] = total
-        self.running.remove(request)
+        (self.running if request in self.running else self.waiting).remove(request)
         self.release(request)
 
     def covered(self, request: Request, end: int) -> tuple[int, np.ndarray]:

@@ -7,7 +7,8 @@ composes with NIXL, Mooncake or offloading without knowing them, and no file of 
 - `plan`: scheduler side; decides which blocks restart, which requests are summed, and makes envelopes.
 - `capture`: worker side; the expert ids of a forward pass, from vLLM's own hook on each router.
 - `blocks`: worker side; one row of counts per physical KV block.
-- `slots`: the shared memory through which sums reach the scheduler before the reply is built.
+- `output_ids`: scheduler side; the expert ids of single output tokens, for requests that ask.
+- `slots`: the shared memory through which sums and ids reach the scheduler before the reply is built.
 - `support`: what is refused at start, by name.
 - `stats`: CPU time spent in the hooks, as Prometheus metrics of the engine.
 """

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from coterie.core import ModelGeometry
-from coterie.wire import smallest_dtype
+from coterie.wire import Ids, smallest_dtype
 
 
 class Rows(Protocol):
@@ -45,6 +45,16 @@ class Rows(Protocol):
 
     def sum(self, blocks: Sequence[int]) -> tuple[int, npt.NDArray[np.int32]]:
         """Counted tokens of the blocks and their counts `[L, E]`."""
+        ...
+
+    def ids_at(self, slots: Any, ids: Any, wanted: Sequence[int]) -> Ids | None:
+        """Ids `[len(wanted), L, top_k]` of the tokens at the KV slots `wanted`, or None if one was not forwarded.
+
+        Args:
+            slots: as in `add`.
+            ids: as in `add`.
+            wanted: KV slots, in the order of the result.
+        """
         ...
 
 
@@ -84,9 +94,16 @@ class HostRows:
         total = self._rows[blocks].sum(0, dtype=np.int32)
         return int(total[0].sum()) // self._top_k, total
 
+    def ids_at(self, slots: Any, ids: npt.NDArray[np.integer[Any]], wanted: Sequence[int]) -> Ids | None:
+        """See `Rows`."""
+        slot = slots.numpy()
+        order = np.argsort(slot)
+        at = order[np.searchsorted(slot[order], wanted).clip(max=slot.size - 1)]
+        return ids[at] if np.array_equal(slot[at], wanted) else None
+
 
 class DeviceRows:
-    """`Rows` in torch, on the device of the forward pass; nothing but `sum` waits for the device."""
+    """`Rows` in torch, on the device of the forward pass; nothing but `sum` and `ids_at` waits for the device."""
 
     def __init__(self, blocks: int, block_size: int, geometry: ModelGeometry, device: Any) -> None:
         import torch
@@ -127,6 +144,14 @@ class DeviceRows:
         """See `Rows`."""
         total = self._rows[self._index(blocks)].sum(0, dtype=self._torch.int32).cpu().numpy()
         return int(total[0].sum()) // self._geometry.top_k, total
+
+    def ids_at(self, slots: Any, ids: Any, wanted: Sequence[int]) -> Ids | None:
+        """See `Rows`."""
+        ordered, order = slots.to(self._torch.int64).sort()
+        asked = self._index(wanted)
+        at = self._torch.searchsorted(ordered, asked).clamp(max=ordered.numel() - 1)
+        found: Ids = ids[order[at]].cpu().numpy()
+        return found if self._torch.equal(ordered[at], asked) else None
 
     def _index(self, blocks: Sequence[int]) -> Any:
         return self._torch.tensor(blocks, dtype=self._torch.int64, device=self._rows.device)

@@ -12,7 +12,7 @@ Per step, on the worker:
 
     bind_connector_metadata   restart rows, remember the step's slot mapping
     (forward)                 each layer's router hands its expert ids to `capture`
-    finish_forward (V2 runner) or wait_for_save (V1)   count tokens into rows, sum finished prompts
+    finish_forward (V2 runner) or wait_for_save (V1)   count tokens into rows, sum finished prompts, copy ids
 """
 
 from __future__ import annotations
@@ -32,15 +32,14 @@ from coterie.core import ModelGeometry
 from coterie.vllm_plugin import register, support
 from coterie.vllm_plugin.blocks import DeviceRows, HostRows, Rows
 from coterie.vllm_plugin.capture import DeviceCapture, HostCapture, bind_capture
+from coterie.vllm_plugin.output_ids import IdsJob
 from coterie.vllm_plugin.plan import CountsPlan, StepPlan
-from coterie.vllm_plugin.slots import Slots
+from coterie.vllm_plugin.slots import Layout, Slots
 from coterie.vllm_plugin.stats import CountsPromMetrics, CountsStats, HookClock
 
 log = logging.getLogger("vllm.coterie")
 
 register()
-
-_SlotsShape = tuple[int, int, int]  # slots, layers at most, experts
 
 
 class CountsMetadata(KVConnectorMetadata):
@@ -60,13 +59,14 @@ class CountsConnector(KVConnectorBase_V1, SupportsHMA):
         self._group = support.full_attention_group(kv_cache_config)
         self._geometry = support.upper_geometry(vllm_config)
         # a request holds its slot from the end of its prompt on; preempted ones keep it while they wait
-        self._n_slots = 2 * vllm_config.scheduler_config.max_num_seqs
+        scheduling = vllm_config.scheduler_config
+        self._layout = Layout(2 * scheduling.max_num_seqs, self._geometry, scheduling.max_num_batched_tokens)
         self._clock = HookClock()
         self._stats = CountsStats()
         self._scheduler: CountsPlan | None = None
         self._worker: _Worker | None = None
         if role is KVConnectorRole.SCHEDULER:
-            self._scheduler = CountsPlan(self._geometry, self._group.block_size, self._n_slots)
+            self._scheduler = CountsPlan(self._layout, self._group.block_size)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -82,8 +82,7 @@ class CountsConnector(KVConnectorBase_V1, SupportsHMA):
         geometry = ModelGeometry(len(capture.layers), self._geometry.experts, self._geometry.top_k)
         blocks, size = self._kv_cache_config.num_blocks, self._group.block_size
         rows: Rows = HostRows(blocks, size, geometry) if capture.on_host else DeviceRows(blocks, size, geometry, device)
-        shape = (self._n_slots, self._geometry.layers, self._geometry.experts)
-        self._worker = _Worker(capture, rows, geometry, self._group.layer, shape)
+        self._worker = _Worker(capture, rows, geometry, self._group.layer, self._layout)
         kv_bytes = sum(tensor.size for tensor in self._kv_cache_config.kv_cache_tensors)
         log.info(
             "coterie: counting experts of %s; store %.2f MiB for %d KV blocks, %.3f %% of KV memory",
@@ -203,7 +202,7 @@ class _Worker:
     """Counts the tokens of each forward pass and sums finished prompts."""
 
     def __init__(
-        self, capture: HostCapture | DeviceCapture, rows: Rows, geometry: ModelGeometry, layer: str, slots: _SlotsShape
+        self, capture: HostCapture | DeviceCapture, rows: Rows, geometry: ModelGeometry, layer: str, layout: Layout
     ) -> None:
         from vllm.distributed.parallel_state import get_tp_group
 
@@ -213,7 +212,7 @@ class _Worker:
         self.keeps_rows = bool(get_tp_group().is_first_rank)
         self._capture = capture
         self._layer = layer
-        self._shape = slots
+        self._layout = layout
         self._slots: Slots | None = None
         self._step: StepPlan | None = None
         self._slot_mapping: Any = None
@@ -222,7 +221,7 @@ class _Worker:
         if not self.keeps_rows:
             return
         if self._slots is None:
-            self._slots = Slots.open(plan.slots_path, *self._shape)
+            self._slots = Slots.open(plan.slots_path, self._layout)
             self._slots.announce(self.geometry.layers)
         self._step = plan
         self._slot_mapping = _slot_mapping(self._layer)
@@ -234,14 +233,20 @@ class _Worker:
         plan, self._step = self._step, None
         if plan is None:
             return
+        assert self._slots is not None
         mapping, self._slot_mapping = self._slot_mapping, None
         if mapping is not None:
-            ids = self._capture.take(mapping.shape[0])
-            if ids is not None:
-                self.rows.add(mapping, ids)
-        assert self._slots is not None
+            self._count(mapping, plan.ids, self._slots)
         for job in plan.jobs:
             self._slots.write(job.slot, job.part, job.ticket, *self.rows.sum(job.blocks))
+
+    def _count(self, mapping: Any, job: IdsJob | None, slots: Slots) -> None:
+        ids = self._capture.take(mapping.shape[0])
+        if ids is None:
+            return
+        self.rows.add(mapping, ids)
+        if job is not None and (asked := self.rows.ids_at(mapping, ids, job.kv_slots)) is not None:
+            slots.write_ids(job.page, job.ticket, asked)
 
 
 def _slot_mapping(layer: str) -> Any:

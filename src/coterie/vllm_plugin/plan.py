@@ -29,13 +29,23 @@ import numpy.typing as npt
 
 from coterie.core import ExpertCounts, ModelGeometry
 from coterie.errors import InputError
-from coterie.vllm_plugin.slots import PARTS, PROMPT_PART, Slots
-from coterie.wire import OUTPUT_KEY, PROMPT_KEY, encode_counts, smallest_dtype
+from coterie.vllm_plugin.output_ids import IdsJob, OutputIds, TokenIds
+from coterie.vllm_plugin.slots import PARTS, PROMPT_PART, Layout, Slots
+from coterie.wire import (
+    ASK_COUNTS,
+    ASK_IDS,
+    OUTPUT_IDS_KEY,
+    OUTPUT_KEY,
+    PROMPT_KEY,
+    Ids,
+    check_ids,
+    count_ids,
+    encode_counts,
+    encode_ids,
+    smallest_dtype,
+)
 
 log = logging.getLogger("vllm.coterie")
-
-REQUEST_KEY = "coterie"
-REQUEST_COUNTS = "counts"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +60,11 @@ class SumJob:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """What the worker does in one step: restart rows before the forward, sum after it."""
+    """What the worker does in one step: restart rows before the forward, sum and copy ids after it."""
 
     restart: list[int]
     jobs: list[SumJob]
+    ids: IdsJob | None
     slots_path: str
 
 
@@ -63,11 +74,13 @@ class _Tracked:
 
     `totals` maps the number of forwarded tokens to the (part, ticket) of the sum made at that step, for the
     last two steps; `sums` counts them.  `readmitted` says that the request lost its blocks after its prompt
-    was summed, so that its blocks may cover other tokens of the prompt than that sum.
+    was summed, so that its blocks may cover other tokens of the prompt than that sum.  `ids` is None where
+    the ids of the output were not asked for.
     """
 
     prompt_tokens: int
     wants_output: bool
+    ids: TokenIds | None = None
     slot: int | None = None
     prompt_ticket: int | None = None
     totals: dict[int, tuple[int, int]] = field(default_factory=dict)
@@ -87,16 +100,16 @@ class CountsPlan:
     """The scheduler's side of the counts connector.  No method raises on a client's content.
 
     Args:
-        geometry: experts and top-k; `layers` is an upper bound until the worker announced the MoE layers.
+        layout: sizes of the shared memory; layers are an upper bound until the worker announced the MoE layers.
         block_size: tokens per block of the full-attention KV group.
-        slots: requests whose sums may be kept at once.
     """
 
-    def __init__(self, geometry: ModelGeometry, block_size: int, slots: int) -> None:
-        self._geometry = geometry
+    def __init__(self, layout: Layout, block_size: int) -> None:
+        self._geometry = layout.geometry
         self._block_size = block_size
-        self._slots, self._path = Slots.create(slots, geometry.layers, geometry.experts)
-        self._free = list(range(slots - 1, -1, -1))
+        self._slots, self._path = Slots.create(layout)
+        self._free = list(range(layout.slots - 1, -1, -1))
+        self._ids = OutputIds(self._slots, block_size)
         self._tickets = itertools.count(1)
         self._tracked: dict[str, _Tracked] = {}
         self._local_blocks: dict[str, int] = {}
@@ -110,9 +123,10 @@ class CountsPlan:
         """A request entered the engine; remember it if its counts are wanted."""
         if not isinstance(params, Mapping):
             return
-        wants_output = params.get(REQUEST_KEY) == REQUEST_COUNTS
+        asked = params.get(PROMPT_KEY)
+        wants_output = asked in (ASK_COUNTS, ASK_IDS)
         if wants_output or params.get("do_remote_decode"):
-            self._tracked[request_id] = _Tracked(prompt_tokens, wants_output)
+            self._tracked[request_id] = _Tracked(prompt_tokens, wants_output, {} if asked == ASK_IDS else None)
 
     def prefix_looked_up(self, request_id: str, local_tokens: int) -> None:
         """A waiting request hits `local_tokens` tokens of this engine's own prefix cache."""
@@ -148,9 +162,11 @@ class CountsPlan:
             restart.extend(table[first:last])
             if tracked is not None and sums:
                 jobs.extend(self._jobs(tracked, start + tokens, table))
+                if tracked.ids is not None and start + tokens > tracked.prompt_tokens:
+                    self._ids.note(tracked.ids, max(start, tracked.prompt_tokens), start + tokens, table)
         if self._slots.announced_layers:
             self._slots.unlink()
-        return StepPlan(restart, jobs, str(self._path))
+        return StepPlan(restart, jobs, self._ids.job(), str(self._path))
 
     @staticmethod
     def _sums_in_step(tracked: _Tracked, end: int) -> bool:
@@ -199,10 +215,12 @@ class CountsPlan:
             self._drop("the worker did not write the sum")
             return None
         covered, counts = prompt
-        envelopes = {PROMPT_KEY: self._encode(counts, tracked.prompt_tokens, covered)}
+        envelopes: dict[str, Any] = {PROMPT_KEY: encode_counts(self._checked(counts, tracked.prompt_tokens, covered))}
         if tracked.wants_output:
-            output = self._output(tracked, slot, forwarded, covered, counts)
-            envelopes[OUTPUT_KEY] = self._encode(*output)
+            output = self._checked(*self._output(tracked, slot, forwarded, covered, counts))
+            envelopes[OUTPUT_KEY] = encode_counts(output)
+            if tracked.ids is not None:
+                envelopes[OUTPUT_IDS_KEY] = self._output_ids(tracked, tracked.ids, output)
         return envelopes
 
     def _output(
@@ -220,21 +238,29 @@ class CountsPlan:
             return np.zeros_like(prompt), tokens, 0
         return total[1] - prompt, tokens, total[0] - covered
 
-    def _encode(self, counts: npt.NDArray[np.int32], tokens: int, covered: int) -> dict[str, Any]:
+    def _checked(self, counts: npt.NDArray[np.int32], tokens: int, covered: int) -> ExpertCounts:
         if counts.min(initial=0) < 0:
             raise InputError("a sum went down")
         geometry = ModelGeometry(counts.shape[0], self._geometry.experts, self._geometry.top_k)
-        return encode_counts(
-            ExpertCounts(geometry, counts.astype(smallest_dtype(int(counts.max(initial=0)))), tokens, covered)
-        )
+        return ExpertCounts(geometry, counts.astype(smallest_dtype(int(counts.max(initial=0)))), tokens, covered)
+
+    def _output_ids(self, tracked: _Tracked, ids: TokenIds, output: ExpertCounts) -> dict[str, Any] | None:
+        """The ids, if they are exactly what was counted; after a preemption, blocks of another request may count."""
+        geometry, start = output.geometry, tracked.prompt_tokens
+        rows = self._ids.take(ids, start, start + output.tokens)
+        found = np.array(rows, smallest_dtype(geometry.experts - 1)).reshape(-1, geometry.layers, geometry.top_k)
+        if output.complete and _add_up(found, output):
+            return encode_ids(found, geometry.experts)
+        self._drop("the ids of its output do not add up to its counts")
+        return None
 
     def _drop(self, reason: str) -> None:
         self._dropped += 1
         if self._dropped & (self._dropped - 1) == 0:  # 1st, 2nd, 4th, 8th...: a lasting fault must not flood the log
-            log.warning("coterie: counts of a request are not returned (%d so far): %s", self._dropped, reason)
+            log.warning("coterie: counts or ids of a request are not returned (%d so far): %s", self._dropped, reason)
 
     def take_dropped(self) -> int:
-        """Requests whose counts could not be returned, since the last call."""
+        """Requests whose counts or ids could not be returned, since the last call."""
         dropped, self._dropped_taken = self._dropped - self._dropped_taken, self._dropped
         return dropped
 
@@ -246,3 +272,11 @@ class CountsPlan:
     def close(self) -> None:
         """Remove the shared file if the worker never mapped it."""
         self._slots.unlink()
+
+
+def _add_up(ids: Ids, output: ExpertCounts) -> bool:
+    try:
+        check_ids(ids, output.geometry)
+    except InputError:
+        return False
+    return np.array_equal(count_ids(ids, output.geometry.experts), output.counts)

@@ -11,7 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 _METRICS = {
     "hook_cpu_seconds": ("coterie_plugin_hook_cpu_seconds", "CPU time inside the counts connector's hooks."),
     "steps": ("coterie_plugin_steps", "Engine steps that the counts connector counted."),
-    "dropped": ("coterie_plugin_dropped", "Requests whose counts could not be returned."),
+    "dropped": ("coterie_plugin_dropped", "Requests whose counts or ids could not be returned."),
 }
 REPORT_EVERY_S = 1.0
 

@@ -43,6 +43,14 @@ for make, block_size, itemsize in (
         garbage = np.where(np.array(slots, int).reshape(-1, 1, 1) < 0, 10**6, ids)
         garbage = garbage.reshape(-1, 3, 4).astype(np.int32)
         rows.add(torch.tensor(slots, dtype=torch.int64), garbage if make is HostRows else torch.from_numpy(garbage))
+        real = [slot for slot in slots if slot >= 0]
+        some = rng.permutation(len(real))[: rng.integers(0, len(real) + 1)]
+        if len(some):
+            wanted = [real[i] for i in some]
+            given = garbage if make is HostRows else torch.from_numpy(garbage)
+            found = rows.ids_at(torch.tensor(slots), given, wanted)
+            np.testing.assert_array_equal(found, ids[some])
+            assert rows.ids_at(torch.tensor(slots), given, [*wanted, BLOCKS * block_size]) is None
         some = rng.permutation(BLOCKS)[: rng.integers(1, BLOCKS)].tolist()
         tokens, total = rows.sum(some)
         np.testing.assert_array_equal(total, truth[some].sum(0))

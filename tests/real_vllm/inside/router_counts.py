@@ -2,7 +2,8 @@
 
 IDS.json holds a list of token id lists.  OUT.npz holds `counts [N, L, E]` and `near [N, L, E]`: experts for
 which some token of the text had a gate logit closer than 1e-3 to that of the expert on the other side of the
-top-k boundary, so that another summation order may have chosen differently.
+top-k boundary, so that another summation order may have chosen differently.  `ids [T, L, top_k]` and
+`token_near [T, L, E]` say the same of each token, text after text.
 """
 
 import json
@@ -26,11 +27,12 @@ assert len(gates) == config.num_hidden_layers
 for gate in gates:
     gate.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
 
-counts, near = [], []
+counts, near, all_ids, token_near = [], [], [], []
 for ids in json.loads(Path(ids_file).read_text()):
     inputs.clear()
     with torch.no_grad():
         model(input_ids=torch.tensor([ids]))
+    text_ids, text_near = [], []
     for gate, hidden in zip(gates, inputs, strict=True):
         logits = torch.nn.functional.linear(hidden.reshape(len(ids), -1), gate.weight, getattr(gate, "bias", None))
         order = logits.sort(-1, descending=True)
@@ -40,5 +42,15 @@ for ids in json.loads(Path(ids_file).read_text()):
         is_chosen = torch.zeros_like(logits, dtype=torch.bool).scatter_(1, chosen, True)
         close = torch.where(is_chosen, logits - outside < TIE, inside - logits < TIE)
         near.append(close.any(0).numpy())
+        text_ids.append(chosen.numpy())
+        text_near.append(close.numpy())
+    all_ids.append(np.stack(text_ids, axis=1))
+    token_near.append(np.stack(text_near, axis=1))
 shape = (-1, len(gates), experts)
-np.savez(out, counts=np.stack(counts).reshape(shape), near=np.stack(near).reshape(shape))
+np.savez(
+    out,
+    counts=np.stack(counts).reshape(shape),
+    near=np.stack(near).reshape(shape),
+    ids=np.concatenate(all_ids),
+    token_near=np.concatenate(token_near),
+)
