@@ -18,7 +18,7 @@ from coterie.calibration.prompts import read_prompts
 from coterie.calibration.sources.plugin import PluginSource
 from coterie.core import ExpertCounts, ModelGeometry, prompt_hash
 from coterie.errors import EngineError, InputError, TraceError, UnsupportedError
-from coterie.wire import count_ids, encode_counts
+from coterie.wire import count_ids, encode_counts, encode_ids
 from traces import random_ids
 
 GEOMETRY = ModelGeometry(layers=2, experts=8, top_k=2)
@@ -37,6 +37,12 @@ def counts_of(text, tokens, covered=None):
     counts = np.zeros((2, 8), dtype=np.uint8)
     counts[:, [first, first + 1]] = covered
     return ExpertCounts(GEOMETRY, counts, tokens, covered)
+
+
+def ids_of(text, tokens):
+    """Ids that count to `counts_of(text, tokens)`."""
+    first = sum(text.encode()) % 7
+    return np.tile([first + 1, first], (tokens, 2, 1))
 
 
 class Engine(ThreadingHTTPServer):
@@ -64,6 +70,8 @@ class Engine(ThreadingHTTPServer):
             "coterie": encode_counts(counts_of(text, len(text))),
             "coterie_output": encode_counts(counts_of(text, n, n - 1)),
         }
+        if body.get("kv_transfer_params") == {"coterie": "counts+ids"}:
+            params["coterie_output_ids"] = encode_ids(ids_of(text, n - 1), GEOMETRY.experts)
         reply = {"kv_transfer_params": params, "usage": {"completion_tokens": n, "prompt_tokens": len(text)}}
         return change(reply) if change else (200, reply)
 
@@ -143,11 +151,12 @@ class Collection:
         self.report = Silent()
         options = {"prompts": self.prompts, "output": self.output, "max_tokens": 5}
         server, model = changes.pop("server", self.engine.url), changes.pop("model", None)
+        ids = changes.pop("ids", False)
 
         async def sleep(seconds):
             self.waits.append(seconds)
 
-        source = PluginSource(EngineClient(server, notice=self.report.notice, sleep=sleep), model)
+        source = PluginSource(EngineClient(server, notice=self.report.notice, sleep=sleep), model, ids=ids)
         return asyncio.run(run_collect(source, CollectOptions(**{**options, **changes}), self.report))
 
 
@@ -338,6 +347,46 @@ def test_a_prompt_of_which_nothing_was_counted_stops_the_collection(collection):
     collection.engine.script = {1: nothing}
     with pytest.raises(EngineError, match=r"prompts.jsonl:\d: none of the prompt's 40 tokens were counted"):
         collection.run(concurrency=1)
+
+
+# --- ids of the plugin -------------------------------------------------------------------------------
+
+
+def test_ids_are_asked_for_and_recorded(collection):
+    trace = collection.run(ids=True)
+    assert {body["kv_transfer_params"]["coterie"] for _, body in collection.engine.bodies} == {"counts+ids"}
+    assert trace.decode_ids.shape == (4 * 4, 2, 2)
+    np.testing.assert_array_equal(trace.decode_ids[:4], ids_of("def f():", 4))
+    assert collection.run(force=True).decode_ids is None
+
+
+def test_a_collection_with_ids_does_not_go_on_from_one_without(collection):
+    crash_after(collection, 2)
+    with pytest.raises(TraceError, match=r"counts by the plugin, not with .*counts and ids by the plugin"):
+        collection.run(ids=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda params: params.update(coterie_output_ids=None), "returned no ids of the output.*lower --concurrency"),
+        (lambda params: params.pop("coterie_output_ids"), "returned no ids of the output"),
+        (lambda params: params.update(coterie_output_ids={"data": ""}), "damaged counts: routed experts"),
+        (
+            lambda params: params.update(coterie_output_ids=encode_ids(ids_of("another", 4), 8)),
+            "damaged counts: the ids of the output do not add up",
+        ),
+    ],
+)
+def test_missing_or_wrong_ids_name_the_prompt_and_are_not_kept(collection, change, problem):
+    def changed(reply):
+        change(reply["kv_transfer_params"])
+        return 200, reply
+
+    collection.engine.script = {1: changed}
+    with pytest.raises(EngineError, match=rf"prompts.jsonl:\d: .*{problem}"):
+        collection.run(ids=True, concurrency=1)
+    assert collection.partial.read_bytes().count(b"\n") == 1
 
 
 # --- what the user may do ----------------------------------------------------------------------------

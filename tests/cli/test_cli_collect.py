@@ -1,6 +1,7 @@
 """The command line of `coterie collect`; what it does is shown in test_collect."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -8,6 +9,8 @@ from coterie import cli
 from coterie.activations import TraceRecord, build_trace
 from coterie.cli import collect as collect_module
 from coterie.core import ExpertCounts, ModelGeometry
+
+TINY = Path(__file__).parent.parent / "fixtures" / "tiny-moe"
 
 
 @pytest.fixture
@@ -19,6 +22,7 @@ def collected(monkeypatch):
 
     async def run_collect(source, options, reporter):
         seen.append(options)
+        seen.append(source)
         reporter.begin(3, 2)
         reporter.advance()
         geometry = ModelGeometry(1, 4, 1)
@@ -50,9 +54,40 @@ def test_json_goes_to_stdout_and_progress_to_stderr(collected, capsys):
         "partly_covered": 1,
         "prompt_tokens": 5,
         "output_tokens": 4,
+        "recorded": ["counts"],
     }
     assert "2 of 3 requests were finished by an earlier run" in err
     assert collected[0].max_tokens == 7
+
+
+@pytest.mark.parametrize(
+    ("options", "records"),
+    [
+        ((), "counts by the plugin"),
+        (("--ids",), "counts and ids by the plugin"),
+        (("--routed-experts", "--model-config", str(TINY)), "counts and ids from routed experts"),
+    ],
+)
+def test_options_choose_the_source(collected, capsys, options, records):
+    assert run(*REQUIRED, *options) == 0
+    assert collected[1].records == records
+    assert "recorded         counts\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (REQUIRED[2:], "name a source: --server URL"),
+        ((*REQUIRED, "--ids", "--routed-experts"), "leave --ids out"),
+        ((*REQUIRED, "--routed-experts"), "--routed-experts needs --model-config"),
+        ((*REQUIRED, "--model-config", "x"), "--model-config is for --routed-experts"),
+        ((*REQUIRED, "--routed-experts", "--model-config", "/none"), "/none: cannot be read"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused_before_anything_runs(collected, capsys, options, problem):
+    assert run(*options) == 1
+    assert problem in capsys.readouterr().err
+    assert not collected
 
 
 def test_an_error_is_one_message_on_stderr(capsys, tmp_path):

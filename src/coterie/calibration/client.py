@@ -12,7 +12,7 @@ import msgspec
 
 from coterie.errors import EngineError, InputError
 
-_MAX_REPLY_BYTES = 64 << 20
+_MAX_REPLY_BYTES = 256 << 20  # SGLang's int32 ids of a prompt of 100,000 tokens, 61 layers and top-8 as base64
 _WAITS_S = (1.0, 2.0, 4.0, 8.0)
 _TIMEOUT = httpx.Timeout(600.0, connect=5.0)
 _UNREACHABLE = (httpx.NetworkError, httpx.ConnectTimeout, httpx.RemoteProtocolError)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +17,39 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from coterie.activations import ActivationTrace
 from coterie.calibration.client import EngineClient
 from coterie.calibration.collect import CollectOptions, run_collect
+from coterie.calibration.source import Source
 from coterie.calibration.sources.plugin import PluginSource
+from coterie.calibration.sources.routed import RoutedSource
+from coterie.errors import ConfigError
+from coterie.model_config import read_model_config
+
+_OPTIONAL = ("decode_ids", "gate_prob", "gate_logit")
+
+
+@dataclass(frozen=True, slots=True)
+class SourceOptions:
+    """Where the counts come from.
+
+    Attributes:
+        server: base URL of a server.
+        ids: record the expert ids of output tokens as well (a server with the plugin).
+        routed_experts: read the routed experts that a stock server returns.
+        model_config: the model's `config.json`, or its folder; with `routed_experts`.
+        model: name of the model at the server.
+    """
+
+    server: str | None
+    ids: bool
+    routed_experts: bool
+    model_config: Path | None
+    model: str | None
 
 
 @click.command()
-@click.option("--server", required=True, help="Base URL of a server that runs coterie's plugin.")
+@click.option("--server", help="Base URL of a server: vLLM with coterie's plugin, or see --routed-experts.")
+@click.option("--ids", is_flag=True, help="Record the expert ids of each output token too; from the plugin.")
+@click.option("--routed-experts", is_flag=True, help="The server is stock vLLM or SGLang and returns routed experts.")
+@click.option("--model-config", type=click.Path(path_type=Path), help="The model's config.json, for --routed-experts.")
 @click.option("--prompts", required=True, type=click.Path(path_type=Path), help="Prompt file, JSON lines.")
 @click.option("--output", required=True, type=click.Path(path_type=Path), help="Trace to write.")
 @click.option("--model", help="Name of the model; needed where the server serves several.")
@@ -28,7 +58,15 @@ from coterie.calibration.sources.plugin import PluginSource
 @click.option("--seed", default=0, show_default=True, type=click.IntRange(0), help="Of the order of sending.")
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
 @click.option("--force", is_flag=True, help="Replace an existing trace and what was begun with other settings.")
-def collect(server: str, model: str | None, as_json: bool, **options: Any) -> None:
+def collect(
+    server: str | None,
+    ids: bool,
+    routed_experts: bool,
+    model_config: Path | None,
+    model: str | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
     """Record which experts a set of prompts uses.
 
     A line of the prompt file is {"prompt": TEXT} or {"messages": [...]}, with an optional "label".  Outputs are
@@ -37,15 +75,38 @@ def collect(server: str, model: str | None, as_json: bool, **options: Any) -> No
     What is finished is kept in OUTPUT.partial: after a crash or Ctrl-C, the same command goes on from there.
     """
     chosen = CollectOptions(**options)
+    wanted = SourceOptions(server, ids, routed_experts, model_config, model)
+    _check(wanted)
     try:
         with CollectProgress() as progress:
-            source = PluginSource(EngineClient(server, notice=progress.notice), model)
+            source = _source(wanted, progress.notice)
             trace = asyncio.run(run_collect(source, chosen, progress))
     except KeyboardInterrupt:
         click.echo("interrupted; the same command goes on from what is finished", err=True)
         sys.exit(130)
     summary = _summary(chosen.output, trace)
-    click.echo(json.dumps(summary) if as_json else "\n".join(f"{name:16} {value}" for name, value in summary.items()))
+    click.echo(json.dumps(summary) if as_json else "\n".join(f"{name:16} {_shown(summary[name])}" for name in summary))
+
+
+def _check(options: SourceOptions) -> None:
+    """Refuse options that contradict one another."""
+    if options.server is None:
+        raise ConfigError("name a source: --server URL")
+    if options.routed_experts and options.ids:
+        raise ConfigError("--routed-experts always records ids; leave --ids out")
+    if options.routed_experts and options.model_config is None:
+        raise ConfigError("--routed-experts needs --model-config: the model's folder, or its config.json")
+    if options.model_config is not None and not options.routed_experts:
+        raise ConfigError("--model-config is for --routed-experts; coterie's plugin needs none")
+
+
+def _source(options: SourceOptions, notice: Callable[[str], None]) -> Source:
+    """The source that checked options name."""
+    assert options.server is not None
+    client = EngineClient(options.server, notice=notice)
+    if options.model_config is not None:
+        return RoutedSource(client, read_model_config(options.model_config), options.model)
+    return PluginSource(client, options.model, ids=options.ids)
 
 
 class CollectProgress:
@@ -83,6 +144,10 @@ class CollectProgress:
         self._bar.stop()
 
 
+def _shown(value: Any) -> str:
+    return ", ".join(value) if isinstance(value, list) else str(value)
+
+
 def _summary(path: Path, trace: ActivationTrace) -> dict[str, Any]:
     return {
         "trace": str(path),
@@ -92,4 +157,5 @@ def _summary(path: Path, trace: ActivationTrace) -> dict[str, Any]:
         "partly_covered": int((~trace.complete).sum()),
         "prompt_tokens": int(trace.prefill_tokens.sum()),
         "output_tokens": int(trace.decode_tokens.sum()),
+        "recorded": ["counts", *(name for name in _OPTIONAL if getattr(trace, name) is not None)],
     }

@@ -5,16 +5,24 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Any, Self
 
+import numpy as np
+
 from coterie.activations import TraceRecord
 from coterie.calibration.client import EngineClient
 from coterie.calibration.prompts import Prompt
+from coterie.calibration.sources.completion import check_covered, greedy_body, no_experts, used_tokens
 from coterie.core import ExpertCounts
-from coterie.errors import EngineError, InputError, UnsupportedError
-from coterie.wire import OUTPUT_KEY, PROMPT_KEY, decode_counts
-
-_PLUGIN = (
-    '--kv-transfer-config \'{"kv_connector": "CountsConnector", "kv_role": "kv_both", '
-    '"kv_connector_module_path": "coterie.vllm_plugin.connector"}\''
+from coterie.errors import EngineError, InputError, WireError
+from coterie.wire import (
+    ASK_COUNTS,
+    ASK_IDS,
+    OUTPUT_IDS_KEY,
+    OUTPUT_KEY,
+    PROMPT_KEY,
+    Ids,
+    count_ids,
+    decode_counts,
+    read_routed_experts,
 )
 
 
@@ -24,13 +32,17 @@ class PluginSource:
     Args:
         client: connection to the server; closed with the source.
         model: name of the model; None takes the server's only one.
+        ids: ask for the expert ids of each output token as well.
+
+    Attributes:
+        records: see `Source`.
     """
 
-    records = "counts by the plugin"
-
-    def __init__(self, client: EngineClient, model: str | None = None) -> None:
+    def __init__(self, client: EngineClient, model: str | None = None, *, ids: bool = False) -> None:
+        self.records = "counts and ids by the plugin" if ids else "counts by the plugin"
         self._client = client
         self._model = model
+        self._ask = ASK_IDS if ids else ASK_COUNTS
 
     async def model(self) -> str:
         """See `Source`."""
@@ -42,15 +54,25 @@ class PluginSource:
         """See `Source`."""
         body = {
             **greedy_body(await self.model(), prompt, max_tokens),
-            "kv_transfer_params": {PROMPT_KEY: "counts"},
+            "kv_transfer_params": {PROMPT_KEY: self._ask},
         }
         server = self._client.server
         try:
-            return _read(await self._client.post(prompt.path, body), prompt, server)
+            return self._read(await self._client.post(prompt.path, body), prompt)
         except InputError as error:
             raise EngineError(f"{prompt.where}: {server} answered with damaged counts: {error}") from None
         except EngineError as error:
             raise EngineError(f"{prompt.where}: {error}") from None
+
+    def _read(self, reply: dict[str, Any], prompt: Prompt) -> TraceRecord:
+        server, found = self._client.server, reply.get("kv_transfer_params") or {}
+        if not isinstance(found, dict) or not found.keys() >= {PROMPT_KEY, OUTPUT_KEY}:
+            raise no_experts(server, "expert counts: it does not run coterie's plugin")
+        counts, output = decode_counts(found[PROMPT_KEY]), decode_counts(found[OUTPUT_KEY])
+        check_covered(counts, "their KV came from outside the engine; collect from an engine without KV offloading")
+        ids = _read_ids(found, output) if self._ask == ASK_IDS else None
+        length = used_tokens(reply, "completion_tokens", server)
+        return TraceRecord(counts, output, length, prompt.hash, prompt.label, ids)
 
     async def __aenter__(self) -> Self:
         await self._client.__aenter__()
@@ -62,39 +84,13 @@ class PluginSource:
         await self._client.__aexit__(kind, error, traceback)
 
 
-def greedy_body(model: str, prompt: Prompt, max_tokens: int) -> dict[str, Any]:
-    """Body of a request whose output depends on model and prompt alone, and has `max_tokens` tokens."""
-    return {"model": model, **prompt.fields, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
-
-
-def output_length(reply: dict[str, Any], server: str) -> int:
-    """Tokens generated, by the reply's `usage`.
-
-    Raises:
-        EngineError: the reply does not say.
-    """
-    usage = reply.get("usage")
-    tokens = usage.get("completion_tokens") if isinstance(usage, dict) else None
-    if type(tokens) is not int:
-        raise EngineError(f"{server} did not say how many tokens it generated")
-    return tokens
-
-
-def _read(reply: dict[str, Any], prompt: Prompt, server: str) -> TraceRecord:
-    envelopes = reply.get("kv_transfer_params") or {}
-    if not isinstance(envelopes, dict) or not envelopes.keys() >= {PROMPT_KEY, OUTPUT_KEY}:
-        raise UnsupportedError(
-            f"{server} returned no expert counts: it does not run coterie's plugin; start vLLM with {_PLUGIN}"
-        )
-    counts = decode_counts(envelopes[PROMPT_KEY])
-    _check_covered(counts)
-    output = decode_counts(envelopes[OUTPUT_KEY])
-    return TraceRecord(counts, output, output_length(reply, server), prompt.hash, prompt.label)
-
-
-def _check_covered(prompt: ExpertCounts) -> None:
-    if not prompt.covered:
+def _read_ids(found: dict[str, Any], output: ExpertCounts) -> Ids:
+    if found.get(OUTPUT_IDS_KEY) is None:
         raise EngineError(
-            f"none of the prompt's {prompt.tokens} tokens were counted: their KV came from outside the engine; "
-            "collect from an engine without KV offloading"
+            "the plugin returned no ids of the output: after a preemption it cannot always (the engine's log says "
+            "why); run again with a lower --concurrency, what is finished is kept"
         )
+    ids = read_routed_experts(found[OUTPUT_IDS_KEY], output.geometry)
+    if not np.array_equal(count_ids(ids, output.geometry.experts), output.counts):
+        raise WireError("the ids of the output do not add up to its counts")
+    return ids
