@@ -204,8 +204,11 @@ def _run_probe(model: Any, layers: Sequence[MoeLayer], name: str) -> _Probe:
 
     probe = _Probe()
     tokens = torch.arange(min(_PROBE_TOKENS, model.get_input_embeddings().num_embeddings), device=model.device)
-    with torch.inference_mode(), listening(layers, probe):
-        output = model(input_ids=tokens[None], use_cache=True)
+    try:
+        with torch.inference_mode(), listening(layers, probe):
+            output = model(input_ids=tokens[None], use_cache=True)
+    except UnsupportedError as error:
+        raise UnsupportedError(f"architecture {name}: {error}. {_ELSEWHERE}") from None
     if getattr(output, "past_key_values", None) is None:
         raise UnsupportedError(f"architecture {name} keeps no KV cache. {_ELSEWHERE}")
     return probe

@@ -1,0 +1,121 @@
+"""`collect` from checkpoints of each architecture with transformers, beside the published rules in plain torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from oracle import ROOT, assert_same_routing
+from servers import TINY
+
+from coterie.activations import ActivationTrace
+from coterie.calibration.prompts import read_prompts
+from coterie.core import ModelGeometry
+
+OUTPUT = 12
+GEOMETRIES = {
+    "mixtral": ModelGeometry(4, 8, 2),
+    "qwen3_moe": ModelGeometry(3, 16, 4),  # layer 1 is dense
+    "olmoe": ModelGeometry(4, 16, 4),
+    "deepseek_v3": ModelGeometry(3, 16, 4),  # layer 0 is dense
+    "gpt_oss": ModelGeometry(4, 16, 2),
+    "gemma4": ModelGeometry(4, 16, 4),
+    # found by their modules alone
+    "qwen2_moe": ModelGeometry(4, 16, 4),
+    "glm4_moe": ModelGeometry(3, 16, 4),
+    "granitemoe": ModelGeometry(4, 16, 4),
+    "phimoe": ModelGeometry(4, 16, 2),
+}
+SIGMOID = ("deepseek_v3", "glm4_moe")
+UNTOLD = ("phimoe",)  # its weights are in proportion to no score of all experts
+REFUSED = ("llama", "llama4_text")
+
+by_architecture = pytest.mark.parametrize("name", GEOMETRIES)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(engine_python, tmp_path_factory) -> Path:
+    """A folder with a random checkpoint of each architecture."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    engine_python("make_checkpoints.py", folder, TINY, *GEOMETRIES, *REFUSED)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory) -> Path:
+    """Four plain prompts and two chats of the example file."""
+    lines = (ROOT / "examples" / "prompts" / "serve.jsonl").read_text(encoding="utf-8").splitlines()
+    chats = [line for line in lines if "messages" in json.loads(line)]
+    file = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    file.write_text("\n".join([line for line in lines if line not in chats][:4] + chats[:2]))
+    return file
+
+
+@pytest.fixture(scope="module")
+def told(checkpoints, prompts, engine_python, tmp_path_factory) -> tuple[Path, dict[str, list[str]]]:
+    """Folder of the traces, and what was told of each checkpoint."""
+    out = tmp_path_factory.mktemp("traces")
+    folders = [checkpoints / name for name in (*GEOMETRIES, *REFUSED)]
+    return out, json.loads(engine_python("collect_checkpoints.py", prompts, str(OUTPUT), out, *folders))
+
+
+@pytest.fixture(scope="module")
+def oracles(checkpoints, prompts, engine_python, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("oracles")
+    engine_python("checkpoint_oracle.py", prompts, str(OUTPUT), out, *[checkpoints / name for name in GEOMETRIES])
+    return out
+
+
+@pytest.fixture
+def trace(told, name) -> ActivationTrace:
+    return ActivationTrace.load(told[0] / f"{name}.trace")
+
+
+@pytest.fixture
+def oracle(oracles, name) -> dict[str, np.ndarray]:
+    with np.load(oracles / f"{name}.npz") as file:
+        return dict(file)
+
+
+@by_architecture
+def test_a_trace_has_the_geometry_and_the_prompts_of_its_checkpoint(name, trace, prompts, oracle):
+    assert (trace.model, trace.geometry) == (name, GEOMETRIES[name])
+    assert trace.prompt_hashes == tuple(prompt.hash for prompt in read_prompts(prompts).prompts)
+    np.testing.assert_array_equal(trace.prefill_tokens, oracle["lengths"])
+    assert trace.complete.all()
+    assert set(trace.decode_tokens) == {OUTPUT}
+    assert set(trace.decode_covered) == {OUTPUT - 1}
+
+
+@by_architecture
+def test_prompts_choose_the_experts_of_the_published_rule(trace, oracle):
+    assert_same_routing(trace.prefill, oracle["prompt"], oracle["prompt_near"])
+
+
+@by_architecture
+def test_outputs_with_a_cache_choose_as_one_pass_over_the_whole_text(trace, oracle):
+    assert_same_routing(trace.decode, oracle["output"], oracle["output_near"])
+    ids = np.sort(trace.decode_ids.reshape(oracle["ids"].shape), axis=-1)
+    same = (ids == oracle["ids"]).all(axis=(1, 3))  # of each request and layer
+    assert (same | oracle["output_near"].any(-1)).all()
+
+
+@by_architecture
+def test_gate_sums_are_those_of_the_published_scores(name, trace, oracle):
+    np.testing.assert_allclose(trace.gate_logit, oracle["logit"], rtol=1e-5, atol=1e-4)
+    if name in UNTOLD:
+        assert trace.gate_prob is None
+        return
+    np.testing.assert_allclose(trace.gate_prob, oracle["prob"], rtol=1e-5, atol=1e-4)
+    sums_to_tokens = np.allclose(trace.gate_prob.sum(-1), trace.prefill_tokens[:, None], rtol=1e-4)
+    assert sums_to_tokens == (name not in SIGMOID)
+
+
+def test_what_cannot_be_recorded_is_told(told):
+    told = told[1]
+    assert "4 layers x 16 experts, top-2, float32 on cpu" in told["phimoe"][1]
+    assert "gate probabilities are not recorded" in told["phimoe"][2]
+    assert told["llama"][-1] == "UnsupportedError: llama is a dense model: there are no experts to count"
+    assert "architecture llama4_text: model.layers.0.feed_forward.experts is not called" in told["llama4_text"][-1]
