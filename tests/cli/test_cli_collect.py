@@ -74,10 +74,18 @@ def test_options_choose_the_source(collected, capsys, options, records):
     assert "recorded         counts\n" in capsys.readouterr().out
 
 
+def test_a_checkpoint_is_a_source(collected):
+    assert run("--checkpoint", str(TINY), *REQUIRED[2:], "--dtype", "float32") == 0
+    assert collected[1].records == f"counts, ids and gates by transformers from {TINY}"
+
+
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        (REQUIRED[2:], "name a source: --server URL"),
+        (REQUIRED[2:], "name one source: --server URL or --checkpoint FOLDER"),
+        ((*REQUIRED, "--checkpoint", "x"), "name one source"),
+        ((*REQUIRED, "--dtype", "float32"), "--device and --dtype are for --checkpoint"),
+        (("--checkpoint", "x", *REQUIRED[2:], "--ids"), "--checkpoint always records ids"),
         ((*REQUIRED, "--ids", "--routed-experts"), "leave --ids out"),
         ((*REQUIRED, "--routed-experts"), "--routed-experts needs --model-config"),
         ((*REQUIRED, "--model-config", "x"), "--model-config is for --routed-experts"),

@@ -30,27 +30,21 @@ class CheckpointSource:
         options: which checkpoint, and how to run it.
         notice: told when loading begins and ends.
         model: name of the model for the trace; None takes the folder's name, or the name on the hub.
+
+    Attributes:
+        records: see `Source`; whole once the model is loaded.
     """
 
     def __init__(self, options: CheckpointOptions, *, notice: Callable[[str], None], model: str | None = None) -> None:
         folder = Path(options.checkpoint)
         self._options = options
         self._identity = str(folder.resolve()) if folder.is_dir() else options.checkpoint
+        self.records = f"counts, ids and gates by transformers from {self._identity}"
         self._name = model or (folder.resolve().name if folder.is_dir() else options.checkpoint)
         self._notice = notice
         self._stop = threading.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="coterie-torch")
         self._runner: _Runner | None = None
-
-    @property
-    def records(self) -> str:
-        """See `Source`; known once the model is loaded."""
-        runner = self._loaded()
-        gates = "gate probabilities and logits" if runner.routers.scoring else "gate logits"
-        return (
-            f"counts, ids, {gates} by transformers from {self._identity} "
-            f"in {runner.loaded.dtype} on {runner.loaded.device}"
-        )
 
     async def model(self) -> str:
         """See `Source`."""
@@ -71,16 +65,22 @@ class CheckpointSource:
         except BaseException:
             self._end()
             raise
-        loaded, routers = self._runner.loaded, self._runner.routers
-        self._notice(f"{self._name}: {routers.geometry}, {loaded.dtype} on {loaded.device}")
-        if routers.scoring is None:
-            self._notice("gate probabilities are not recorded: how this architecture scores could not be told")
+        self._tell(self._runner.loaded, self._runner.routers)
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._end()
+
+    def _tell(self, loaded: Loaded, routers: Routers) -> None:
+        """Say what is recorded, now that it is known."""
+        how = f"{loaded.dtype} on {loaded.device}"
+        gates = "gate probabilities and logits" if routers.scoring else "gate logits"
+        self.records = f"counts, ids, {gates} by transformers from {self._identity} in {how}"
+        self._notice(f"{self._name}: {routers.geometry}, {how}")
+        if routers.scoring is None:
+            self._notice("gate probabilities are not recorded: how this architecture scores could not be told")
 
     def _load(self) -> _Runner:
         loaded = load(self._options)
