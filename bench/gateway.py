@@ -68,9 +68,8 @@ def write_profile(file: Path) -> None:
     rng = np.random.default_rng(0)
     centroids = rng.random((DECODES, LAYERS * EXPERTS)).astype(np.float32)
     centroids /= np.linalg.norm(centroids, axis=1, keepdims=True)
-    sizes = np.ones(DECODES, np.int64)
-    labels, shares = ("",) * DECODES, np.zeros(DECODES, np.float32)
-    Profile("tiny", transform, centroids, sizes, labels, shares, trace_digest="0" * 64, seed=0, cohesion=1.0).save(file)
+    sizes, no_labels = np.ones(DECODES, np.int64), np.zeros((DECODES, 0), np.int64)
+    Profile("tiny", transform, centroids, sizes, (), no_labels, trace_digest="0" * 64, seed=0, cohesion=1.0).save(file)
 
 
 def free_ports(count: int) -> list[int]:

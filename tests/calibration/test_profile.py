@@ -8,10 +8,11 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-from coterie.calibration import Profile, fit
+from coterie.calibration import Donor, ExpertLead, LayerChoice, Profile, fit
 from coterie.core import ModelGeometry
-from coterie.errors import ProfileError
-from coterie.signature import SignatureTransform
+from coterie.errors import InputError, ProfileError
+from coterie.quality import Rho
+from coterie.signature import KINDS, SignatureTransform
 from traces import FIXTURES, tiny_moe_trace
 
 
@@ -24,11 +25,14 @@ def profile():
         transform=transform,
         centroids=np.array([[0, 0.6, 0.8, 0], [0, 0, 0, 1]], np.float32),
         sizes=np.array([3, 1]),
-        labels=("code", "fr"),
-        shares=np.array([2 / 3, 1], np.float32),
+        label_names=("code", "de", "fr"),
+        label_counts=np.array([[2, 0, 0], [0, 0, 1]]),
         trace_digest="ab" * 16,
         seed=7,
         cohesion=0.9,
+        rho=Rho(0.7, 0.6, 0.8, 6, 4),
+        layer_choice=LayerChoice(0.75, 0.7),
+        donor=Donor("other", "cd" * 16),
     )
 
 
@@ -44,20 +48,33 @@ def rewrite(path, header=(b"", b""), **arrays):
     save_file(load_file(path) | arrays, path, metadata)
 
 
+def same(one, other):
+    """Whether two profiles hold the same values; their arrays are compared by dtype too."""
+    for name in ("centroids", "sizes", "label_counts"):
+        assert getattr(one, name).dtype == getattr(other, name).dtype
+        np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
+    for name in ("model", "label_names", "trace_digest", "seed", "cohesion", "rho", "rho_within_labels"):
+        assert getattr(one, name) == getattr(other, name)
+    assert (one.layer_choice, one.donor) == (other.layer_choice, other.donor)
+    for name in ("geometry", "layers", "kind"):
+        assert getattr(one.transform, name) == getattr(other.transform, name)
+    np.testing.assert_array_equal(one.transform.idf, other.transform.idf)
+
+
 def test_a_profile_survives_a_file(profile, path):
     profile.save(path)
-    loaded = Profile.load(path)
-    assert loaded.transform.layers == (0, 2)
-    assert (loaded.model, loaded.geometry, loaded.labels) == ("m", ModelGeometry(3, 2, 1), ("code", "fr"))
-    assert (loaded.trace_digest, loaded.seed, loaded.cohesion) == ("ab" * 16, 7, 0.9)
-    for one, other in [
-        (loaded.centroids, profile.centroids),
-        (loaded.sizes, profile.sizes),
-        (loaded.shares, profile.shares),
-        (loaded.transform.idf, profile.transform.idf),
-    ]:
-        assert one.dtype == other.dtype
-        np.testing.assert_array_equal(one, other)
+    same(Profile.load(path), profile)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "count_idf"])
+def test_so_does_one_of_each_kind_without_labels_or_measures(profile, path, kind):
+    bare = Profile(
+        "m", SignatureTransform(profile.geometry, (0, 2), kind), profile.centroids, profile.sizes,
+        (), np.zeros((2, 0), np.int64), trace_digest="", seed=0, cohesion=0.5,
+    )  # fmt: skip
+    bare.save(path)
+    same(Profile.load(path), bare)
+    assert (bare.labels, bare.shares.tolist(), bare.purity) == (("", ""), [0, 0], 0)
 
 
 def test_a_loaded_profile_saves_to_the_same_bytes(profile, tmp_path):
@@ -66,16 +83,58 @@ def test_a_loaded_profile_saves_to_the_same_bytes(profile, tmp_path):
     assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
 
 
-def test_purity_weighs_clusters_by_size(profile):
-    assert profile.purity == pytest.approx(3 / 4)  # (3 * 2/3 + 1 * 1) / 4
+# --- what follows from the labels and the centroids ---------------------------------------------------
+
+
+def test_the_most_frequent_label_is_the_first_in_the_alphabet_among_equals(profile):
+    tied = replace(profile, label_counts=np.array([[0, 1, 1], [0, 0, 0]]))
+    assert tied.labels == ("de", "")
+    np.testing.assert_allclose(tied.shares, [1 / 3, 0])  # requests without a label count in the whole
+
+
+def test_purity_is_the_share_of_requests_with_their_clusters_label(profile):
+    assert profile.labels == ("code", "fr")
+    assert profile.purity == pytest.approx(3 / 4)  # 2 of 3 and 1 of 1
+
+
+def test_characteristic_experts_lead_the_mean_of_the_other_centroids(profile):
+    # layers 0 and 2 of two experts; the centroids are (0, 0.6, 0.8, 0) and (0, 0, 0, 1)
+    np.testing.assert_allclose([one.lead for one in profile.characteristic_experts(0)], [0.8, 0.6], rtol=1e-6)
+    assert [(one.layer, one.expert) for one in profile.characteristic_experts(0)] == [(2, 0), (0, 1)]
+    assert profile.characteristic_experts(0, most=1) == profile.characteristic_experts(0)[:1]
+    assert profile.characteristic_experts(1) == (ExpertLead(2, 1, 1.0),)
+
+
+def test_with_three_clusters_the_lead_is_over_the_mean_of_two(profile):
+    three = replace(
+        profile, centroids=np.eye(3, 4, dtype=np.float32)[[0, 0, 1]], sizes=np.ones(3, np.int64),
+        label_counts=np.zeros((3, 3), np.int64),
+    )  # fmt: skip
+    assert three.characteristic_experts(0) == (ExpertLead(0, 0, 0.5),)  # 1 - (1 + 0) / 2
+
+
+def test_the_only_cluster_is_characterised_by_its_centroid(profile):
+    only = replace(
+        profile, centroids=profile.centroids[1:], sizes=profile.sizes[1:], label_counts=profile.label_counts[1:]
+    )
+    assert only.characteristic_experts(0) == (ExpertLead(2, 1, 1.0),)
+
+
+@pytest.mark.parametrize("cluster", [-1, 2])
+def test_there_is_no_character_of_a_cluster_that_is_not_there(profile, cluster):
+    with pytest.raises(InputError, match=f"no cluster {cluster} among 2"):
+        profile.characteristic_experts(cluster)
+
+
+# --- contradictions -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
         ({"model": ""}, "the model's name is empty"),
-        ({"labels": ()}, r"centroids has shape \(2, 4\) float32, not \(0, 4\)"),
-        ({"labels": ("a",)}, "centroids has shape"),
+        ({"sizes": np.array([], np.int64)}, "no clusters"),
+        ({"sizes": np.array([3])}, r"centroids has shape \(2, 4\) float32, not \(1, 4\)"),
         ({"centroids": np.eye(2, dtype=np.float32)}, r"centroids has shape \(2, 2\) float32, not \(2, 4\)"),
         ({"centroids": np.eye(2, 4)}, "float64, not"),
         ({"centroids": 2 * np.eye(2, 4, dtype=np.float32)}, "centroid 0 has length 2, not 1"),
@@ -83,11 +142,17 @@ def test_purity_weighs_clusters_by_size(profile):
             {"centroids": np.diag([1, np.nan, 1, 1]).astype(np.float32)[:2]},
             "centroids holds a value that is not finite",
         ),
-        ({"sizes": np.array([3])}, "sizes has shape"),
         ({"sizes": np.array([3, -1])}, "a cluster of -1 requests"),
-        ({"shares": np.array([0.5, 1.5], np.float32)}, "a share of a label is outside 0..1"),
-        ({"shares": np.array([0.5, np.nan], np.float32)}, "shares holds a value that is not finite"),
-        ({"cohesion": float("nan")}, "cohesion nan is not a mean of cosines"),
+        ({"label_names": ("code",)}, r"label_counts has shape \(2, 3\) int64, not \(2, 1\)"),
+        ({"label_names": ("", "a", "b")}, "label_names are not ascending"),
+        ({"label_names": ("a", "c", "b")}, "label_names are not ascending"),
+        ({"label_names": ("a", "b", "b")}, "label_names are not ascending"),
+        ({"label_counts": np.array([[2, 0, 0], [0, -1, 1]])}, "-1 requests of a label"),
+        ({"label_counts": np.array([[2, 0, 0], [1, 0, 1]])}, "cluster 1 has more labels than requests"),
+        ({"cohesion": float("nan")}, "cohesion holds nan, which is not from -1 to 1"),
+        ({"rho": Rho(0.5, 0.4, 1.2, 9, 9)}, "rho holds 1.2"),
+        ({"rho_within_labels": Rho(0.5, float("nan"), 0.6, 9, 9)}, "rho_within_labels holds nan"),
+        ({"layer_choice": LayerChoice(2, None)}, "layer_choice holds 2"),
     ],
 )
 def test_a_contradiction_is_named(profile, changes, problem):
@@ -117,8 +182,11 @@ def test_alien_files_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("header", "arrays", "problem"),
     [
-        ((b'"version":1', b'"version":2'), {}, "a profile of schema version 2; this release reads 1"),
-        ((b"count_idf", b"count_log"), {}, "transform 'count_log' is not count_idf"),
+        ((b'"version":2', b'"version":1'), {}, "a profile of schema version 1; this release reads 2"),
+        ((b"count_idf", b"count_log"), {}, "damaged header: Invalid enum value 'count_log'"),
+        ((b'"transform":"count_idf"', b'"transform":"count"    '), {}, "kind count takes no idf"),
+        ((b'"low":0.6', b'"low":6.0'), {}, "rho holds 6.0"),
+        ((b'"low":0.6', b'"low":nil'), {}, "damaged header"),
         ((b'"layers":[0,2]', b'"layers":[2,0]'), {}, r"layers \[2, 0\] are not ascending, distinct and below 3"),
         ((b'"layers":[0,2]', b'"layers":[0,3]'), {}, "are not ascending, distinct and below 3"),
         ((b'"experts":2', b'"experts":3'), {}, "idf has shape"),
@@ -136,12 +204,18 @@ def test_a_damaged_file_is_refused_with_file_and_remedy(profile, path, header, a
         Profile.load(path)
 
 
-@settings(max_examples=60)
-@given(st.data())
-def test_a_flipped_byte_is_a_profile_error_or_harmless(tmp_path_factory, data):
+@pytest.fixture(scope="module")
+def fitted(tmp_path_factory):
     path = tmp_path_factory.mktemp("profiles") / "profile"
     fit(tiny_moe_trace().select(range(0, 768, 96)), 2, starts=1).save(path)
-    content = bytearray(path.read_bytes())
+    return path.read_bytes()
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_a_flipped_byte_is_a_profile_error_or_harmless(fitted, tmp_path_factory, data):
+    path = tmp_path_factory.mktemp("profiles") / "profile"
+    content = bytearray(fitted)
     at = data.draw(st.integers(0, 1500) | st.integers(0, len(content) - 1))
     content[at] ^= data.draw(st.integers(1, 255))
     path.write_bytes(content)

@@ -38,7 +38,7 @@ def profile(tmp_path: Path) -> str:
     centroids = np.stack([transform.apply(counts(expert).counts) for expert in (0, 1)]).astype(np.float32)
     file = tmp_path / "profile.safetensors"
     Profile(
-        "tiny", transform, centroids, np.array([1, 1]), ("", ""), np.zeros(2, np.float32),
+        "tiny", transform, centroids, np.array([1, 1]), (), np.zeros((2, 0), np.int64),
         trace_digest="0" * 64, seed=0, cohesion=1.0,
     ).save(file)  # fmt: skip
     return str(file)
