@@ -3,7 +3,7 @@
 
     python3 bench/plugin.py [--rounds 5] [--json]
 
-One vLLM server with the counts connector and the small MoE of the tests; three loads, interleaved over the
+One vLLM server with the counts connector and the small MoE of the tests; four loads, interleaved over the
 rounds.  The hooks' time is the engine's own metric `coterie_plugin_hook_cpu_seconds_total`; the engine's time is
 that of its core process (scheduler and model in one process, so no waiting loop between them counts as work).
 """
@@ -58,13 +58,23 @@ def prefill(url: str, first: int) -> None:
         list(pool.map(lambda n: complete(url, first + n, 40, 1, {"do_remote_decode": True}), range(64)))
 
 
-def calibration(url: str, first: int) -> None:
+def calibration(url: str, first: int, asked: str = "counts") -> None:
     """16 requests as `coterie collect` sends them: prompt and output counts."""
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda n: complete(url, first + n, 20, 48, {"coterie": "counts"}), range(16)))
+        list(pool.map(lambda n: complete(url, first + n, 20, 48, {"coterie": asked}), range(16)))
 
 
-LOADS: dict[str, Callable[[str, int], None]] = {"decode": decode, "prefill": prefill, "calibration": calibration}
+def ids(url: str, first: int) -> None:
+    """The same with the ids of output tokens, as `coterie collect --ids`."""
+    calibration(url, first, "counts+ids")
+
+
+LOADS: dict[str, Callable[[str, int], None]] = {
+    "decode": decode,
+    "prefill": prefill,
+    "calibration": calibration,
+    "ids": ids,
+}
 
 
 def hook_seconds(url: str) -> float:
@@ -98,7 +108,7 @@ def measure(url: str, group: int, rounds: int) -> list[dict[str, object]]:
     for number in range(rounds):
         for position, (name, load) in enumerate(LOADS.items()):
             hooks, core = hook_seconds(url), core_seconds(group)
-            load(url, 1000 * (3 * number + position + 1))
+            load(url, 1000 * (len(LOADS) * number + position + 1))
             used = core_seconds(group) - core
             shares[name].append((hook_seconds(url) - hooks) / used)
             print(f"round {number + 1}/{rounds} {name:12s} {shares[name][-1]:.2%}", flush=True)

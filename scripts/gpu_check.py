@@ -11,6 +11,7 @@ Each check is one line; the exit status is 0 only if none failed.
     repeat         a prompt that hits the prefix cache counts as it did cold
     concurrent     prompts sent together count as they did alone
     handoff        a PD prefill reply carries the counts beside the KV connector's own fields
+    ids            the ids of the output's tokens come back and add up to its counts
     overhead       CPU time in the plugin's hooks per engine step
     oracle         the prompt's counts against the routed experts that vLLM returns itself
 
@@ -33,7 +34,7 @@ import numpy as np
 
 from coterie.core import ExpertCounts
 from coterie.errors import CoterieError
-from coterie.wire import OUTPUT_KEY, PROMPT_KEY, count_ids, decode_counts, read_routed_experts
+from coterie.wire import OUTPUT_IDS_KEY, OUTPUT_KEY, PROMPT_KEY, count_ids, decode_counts, read_routed_experts
 
 PROMPTS = Path(__file__).resolve().parent.parent / "examples" / "prompts" / "serve.jsonl"
 COUNT = 24
@@ -121,6 +122,18 @@ class Checks:
         difference = moved(self.first[0], decode_counts(params.pop(PROMPT_KEY)))
         return f"{difference:.2%} moved; beside the counts: {', '.join(sorted(params)) or 'nothing (no KV connector)'}"
 
+    def ids(self) -> str:
+        for prompt in self.prompts:
+            reply = self.server.complete(prompt, TOKENS, kv_transfer_params={"coterie": "counts+ids"})
+            params = reply.get("kv_transfer_params") or {}
+            if params.get(OUTPUT_IDS_KEY) is None:
+                raise CheckError("a reply has no ids of its output; see the server's log")
+            output = decode_counts(params[OUTPUT_KEY])
+            read = read_routed_experts(params[OUTPUT_IDS_KEY], output.geometry)
+            if not np.array_equal(count_ids(read, output.geometry.experts), output.counts):
+                raise CheckError("the ids of an output do not add up to its counts")
+        return f"{len(self.prompts)} outputs of {TOKENS} tokens"
+
     def overhead(self) -> str:
         seconds = self.server.metric("coterie_plugin_hook_cpu_seconds_total")
         steps = self.server.metric("coterie_plugin_steps_total")
@@ -177,7 +190,7 @@ def main() -> None:
         sys.exit(f"gpu_check: a server does not answer: {error}")
     rows = run([
         ("conservation", all_.conservation), ("repeat", all_.repeat), ("concurrent", all_.concurrent),
-        ("handoff", all_.handoff), ("overhead", all_.overhead), ("oracle", all_.routed_experts),
+        ("ids", all_.ids), ("handoff", all_.handoff), ("overhead", all_.overhead), ("oracle", all_.routed_experts),
     ])  # fmt: skip
     if options.json:
         print(json.dumps(rows))

@@ -1,12 +1,13 @@
 """MoE layers of architectures by their config.json; real configurations of transformers are in tests/real_vllm."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 from coterie.core import ModelGeometry
 from coterie.errors import InputError, UnsupportedError
-from coterie.model_config import read_model_config
+from coterie.model_config import ARCHITECTURES, read_model_config
 
 QWEN = {
     "model_type": "qwen3_moe",
@@ -119,6 +120,11 @@ def test_an_unknown_or_dense_model_is_unsupported_by_name(read, config, message)
 def test_a_damaged_configuration_names_file_and_field(read, config, message):
     with pytest.raises(InputError, match=message):
         read(config)
+
+
+def test_the_documentation_names_every_architecture():
+    page = (Path(__file__).parents[1] / "docs" / "collect.md").read_text(encoding="utf-8")
+    assert [name for name in ARCHITECTURES if f"`{name.removesuffix('_text')}`" not in page] == []
 
 
 def test_a_missing_file_is_named(tmp_path):

@@ -119,7 +119,7 @@ def _unknown(fields: _Fields, model_type: object) -> str:
     found = sorted(name for name in fields.values if any(word in name for word in speaking))
     return (
         f"{fields.where}: how model_type {str(model_type)[:40]!r} places its MoE layers is not known "
-        f"(its fields about experts: {', '.join(found)[:300] or 'none'}); known are {', '.join(sorted(_LAYERS))}. "
+        f"(its fields about experts: {', '.join(found)[:300] or 'none'}); known are {', '.join(ARCHITECTURES)}. "
         "Collect with coterie's plugin in vLLM instead, which needs no configuration"
     )
 
@@ -191,3 +191,6 @@ _LAYERS: dict[str, Callable[[_Fields, int], Iterable[int]]] = {
     "ernie4_5_moe": _in_range,
     "jamba": _by_period,
 }
+
+ARCHITECTURES = tuple(sorted(_LAYERS))
+"""The `model_type`s that are known."""
