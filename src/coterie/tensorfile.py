@@ -147,6 +147,18 @@ class TensorFormat(Generic[Header]):
         return array
 
 
+def format_of(path: str | os.PathLike[str]) -> str | None:
+    """Name of the format that a file says it has; None where it says none, or cannot be read."""
+    try:
+        if not Path(path).is_file():
+            return None
+        with safe_open(path, framework="np") as file:
+            metadata = file.metadata() or {}
+            return msgspec.json.decode(metadata.get(_KEY, ""), type=_Envelope).format
+    except (OSError, SafetensorError, msgspec.DecodeError, RecursionError):
+        return None
+
+
 def _flush(path: Path) -> None:
     with path.open("rb") as file:
         os.fsync(file.fileno())

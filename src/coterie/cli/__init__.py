@@ -16,6 +16,7 @@ _VERBS = {
     "up": "run a local cluster: engines and gateway from one YAML file",
     "collect": "record which experts a set of prompts uses",
     "fit": "fit a routing profile from a recorded trace",
+    "inspect": "say whether routing by locality is worth it, and why",
     "demo": "compare policies on a local cluster of real engines",
 }
 
