@@ -15,7 +15,6 @@ def write_fixture(trace: ActivationTrace, path: Path) -> None:
     geometry = trace.geometry
     np.savez_compressed(
         path,
-        model=trace.model,
         geometry=np.array([geometry.layers, geometry.experts, geometry.top_k]),
         prefill=trace.prefill,
         decode=trace.decode,

@@ -72,12 +72,12 @@ def measure(trace: ActivationTrace, seed: int = 0) -> Statistics:
     """All figures of a trace that has the labels `DOMAINS`."""
     rng = np.random.default_rng(seed)
     whole = _compare(trace, DOMAINS, rng)
-    purities = [_purity(trace, rng) for _ in range(SPLITS)]
+    purities = [purity(trace, rng) for _ in range(SPLITS)]
     correlation = prefill_decode_correlation(trace.prefill, trace.decode, trace.labels, rng)
     skew = expert_skew(trace.decode, trace.decode_covered)
     return Statistics(
-        tasks=_locality(_compare(trace, TASKS, rng)),
-        languages=_locality(_compare(trace, LANGUAGES, rng)),
+        tasks=locality(trace, TASKS, rng),
+        languages=locality(trace, LANGUAGES, rng),
         everything=_locality(whole),
         by_domain={pool.pool: pool.active.value for pool in whole[1].pools if pool.active},
         purity=float(np.mean(purities)),
@@ -90,8 +90,13 @@ def measure(trace: ActivationTrace, seed: int = 0) -> Statistics:
     )
 
 
+def locality(trace: ActivationTrace, domains: Sequence[str], rng: np.random.Generator) -> Locality:
+    """Batches of one domain against batches mixed of these domains."""
+    return _locality(_compare(trace, domains, rng))
+
+
 def _compare(trace: ActivationTrace, domains: Sequence[str], rng: np.random.Generator) -> tuple[ActiveExperts, ...]:
-    """Mixed batches and batches of one domain, of the requests of some domains; drawn without replacement."""
+    """Mixed batches, then batches of one domain; drawn without replacement."""
     part = trace.select([i for i, label in enumerate(trace.labels) if label in domains])
     use = DecodeUse(part.decode, part.decode_covered, part.decode_ids)
     placements = {RANDOM: {"all": np.arange(len(part))}, "domain": members_of(part.labels)}
@@ -105,9 +110,10 @@ def _locality(found: tuple[ActiveExperts, ...]) -> Locality:
     return Locality(same.active.value, mixed.active.value, same.reduction.value)
 
 
-def _purity(trace: ActivationTrace, rng: np.random.Generator) -> float:
-    purity = report_clusters(hold_out(trace, CLUSTERS, rng), trace.labels).purity
-    return float("nan") if purity is None else purity
+def purity(trace: ActivationTrace, rng: np.random.Generator) -> float:
+    """Of clusters fitted to one half of the requests, judged on the other."""
+    found = report_clusters(hold_out(trace, CLUSTERS, rng), trace.labels).purity
+    return float("nan") if found is None else found
 
 
 def _rho(trace: ActivationTrace, rng: np.random.Generator) -> dict[str, float]:
