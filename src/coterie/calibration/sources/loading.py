@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,8 @@ from coterie.errors import InputError, UnsupportedError
 
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16")
+_HUB_NAME = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
+_SAID_CHARACTERS = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +76,9 @@ def load(options: CheckpointOptions) -> Loaded:
         InputError: it cannot be loaded, lacks weights, or the device is not there.
         UnsupportedError: torch or transformers is missing or too old.
     """
+    _check_place(options.checkpoint)
     torch, transformers = _libraries()
     device = _device(options.device, torch)
-    _check_safetensors(Path(options.checkpoint))
     try:
         with _quiet(transformers):
             tokenizer = transformers.AutoTokenizer.from_pretrained(options.checkpoint, trust_remote_code=False)
@@ -89,7 +92,8 @@ def load(options: CheckpointOptions) -> Loaded:
             )
             model = model.to(device)
     except (OSError, ValueError, RuntimeError, ImportError, KeyError) as error:
-        raise InputError(f"checkpoint {options.checkpoint}: cannot be loaded: {error}") from None
+        said = " ".join(str(error).split())[:_SAID_CHARACTERS]
+        raise InputError(f"checkpoint {options.checkpoint}: cannot be loaded: {said}") from None
     _check_whole(options.checkpoint, report)
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return Loaded(model.eval(), tokenizer, device, str(model.dtype).removeprefix("torch."), context)
@@ -119,13 +123,19 @@ def _device(asked: str, torch: Any) -> str:
     return asked
 
 
-def _check_safetensors(folder: Path) -> None:
-    """Refuse a folder with pickled weights alone: unpickling runs what the file says."""
-    pickled = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
-    if pickled and not any(folder.glob("*.safetensors")):
+def _check_place(checkpoint: str) -> None:
+    """Refuse what is neither a name on the hub nor a folder with a config and safetensors."""
+    folder = Path(checkpoint)
+    if not folder.is_dir():
+        if not _HUB_NAME.fullmatch(checkpoint):
+            raise InputError(f"checkpoint {checkpoint}: there is no such folder, and it is no name on the hub")
+        return
+    if not (folder / "config.json").exists():
+        raise InputError(f"checkpoint {checkpoint}: the folder holds no config.json")
+    if not any(folder.glob("*.safetensors")):
         raise InputError(
-            f"checkpoint {folder}: {pickled[0]} is a pickle, which may run any code; convert it to safetensors "
-            "(save_pretrained does in a place where you trust the file)"
+            f"checkpoint {checkpoint}: the folder holds no *.safetensors; pickled weights (*.bin, *.pt) are not read, "
+            "since a pickle may run any code: convert them where you trust them"
         )
 
 
