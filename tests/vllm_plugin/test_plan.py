@@ -295,6 +295,29 @@ def test_nothing_is_kept_of_requests_that_are_gone_nor_of_sums_that_were_overwri
     assert not plan._local_blocks
 
 
+def test_ids_of_an_output_that_was_counted_in_part_are_not_returned():
+    plan, worker = plan_with_worker()
+    plan.request_added("a", 3, IDS)
+    forwarded(plan, worker, 0, 3, [])
+    job = forwarded(plan, worker, 3, 1, OUTPUT_IDS[:1])
+    worker.write_ids(job.page, job.ticket, OUTPUT_IDS[:1])
+    (total,) = plan.step({"a": (4, 1)}, lambda _: [3, 7]).jobs  # neither counted nor written
+    worker.write(total.slot, total.part, total.ticket, 4, sum_of(3, OUTPUT_IDS[:1]))
+    reply = plan.request_finished("a", 6)
+    assert (decode_counts(reply[OUTPUT_KEY]).tokens, decode_counts(reply[OUTPUT_KEY]).covered) == (2, 1)
+    assert reply[OUTPUT_IDS_KEY] is None
+
+
+def test_a_page_answers_for_its_own_step_alone_and_what_was_read_does_not_change():
+    _, worker = plan_with_worker()
+    worker.write_ids(0, 1, OUTPUT_IDS)
+    assert worker.read_ids(0, 2, 0, 1) is None
+    assert worker.read_ids(1, 1, 0, 1) is None
+    read = worker.read_ids(0, 1, 1, 1)
+    worker.write_ids(0, 3, np.zeros_like(OUTPUT_IDS))
+    np.testing.assert_array_equal(read, OUTPUT_IDS[1:])
+
+
 def test_a_sum_that_was_read_does_not_change_with_the_slot():
     _, worker = plan_with_worker()
     worker.write(0, 0, 1, 3, np.ones((2, 6), np.int32))

@@ -89,11 +89,11 @@ class OutputIds:
     def take(self, owner: TokenIds, start: int, end: int) -> list[Ids]:
         """Ids `[L, top_k]` of the positions `start` to `end` of a request that ended after `end` forwarded tokens.
 
-        A step still in flight forwards later tokens, if any: they are not looked for.  What the worker did not
-        write is missing from the list.
+        A step still in flight, which the worker did not write yet, can only forward later tokens.  What was never
+        written is missing from the list.
         """
         for number in sorted(range(PAGES), key=lambda number: self._pages[number].ticket):
-            self._read(number, [run for run in self._pages[number].runs if run.owner is owner and run.start < end])
+            self._read(number, [run for run in self._pages[number].runs if run.owner is owner])
         return [owner[position] for position in range(start, end) if position in owner]
 
     def _read(self, number: int, runs: Sequence[_Run]) -> None:
