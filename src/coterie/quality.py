@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import inf, isnan, nan
+from math import inf, isnan, nan, prod
 from typing import Any
 
 import numpy as np
@@ -119,7 +119,7 @@ def within_labels(labels: Sequence[str], pairs: Pairs) -> npt.NDArray[np.bool_]:
 
 def unit_rows(values: Values) -> npt.NDArray[np.float32]:
     """`values` `[N, ...]` flattened to rows of length 1, `[N, D]`; an all-zero row stays zero."""
-    rows = values.reshape(len(values), -1).astype(np.float32)
+    rows = _flat(values).astype(np.float32)
     norms = np.sqrt(np.einsum("nd,nd->n", rows, rows))[:, None]
     np.divide(rows, norms, out=rows, where=norms > 0)
     return rows
@@ -156,13 +156,17 @@ def _check_pairs(pairs: Pairs, requests: int) -> None:
 
 
 def _pair_keys(rows: Values, pairs: Pairs) -> Keys:
-    flat = rows.reshape(len(rows), -1)
+    flat = _flat(rows)
     dots, squares = np.zeros(len(pairs)), np.zeros(len(rows))
     for begin in range(0, flat.shape[1], _COLUMNS):
         part_dots, part_squares = _dots(flat[:, begin : begin + _COLUMNS], pairs)
         dots += part_dots
         squares += part_squares
     return _keys(dots, squares, *_sides(pairs))
+
+
+def _flat(values: Values) -> Values:
+    return values.reshape(len(values), prod(values.shape[1:]))
 
 
 def _sides(pairs: Pairs) -> tuple[Positions, Positions]:
@@ -290,7 +294,7 @@ def signature_quality(
     drawn, numbers = np.unique(pairs, return_inverse=True)
     i, j = numbers.reshape(pairs.shape).T
     sides = _Side.of(_pair_keys(signatures, pairs)), _Side.of(_pair_keys(decode, pairs))
-    value = _weighted(*sides, np.ones(len(pairs)))
+    value = _weighted(*sides, np.ones(len(pairs), np.int64))
     low = high = nan
     if not isnan(value):
         found = np.array([_weighted(*sides, draw[i] * draw[j]) for draw in _draws(len(drawn), resamples, rng)])
@@ -305,9 +309,9 @@ def _check_same_requests(signatures: Values, decode: Values, pairs: Pairs) -> No
     _check_pairs(pairs, len(signatures))
 
 
-def _draws(requests: int, resamples: int, rng: np.random.Generator) -> Iterator[Floats]:
+def _draws(requests: int, resamples: int, rng: np.random.Generator) -> Iterator[Positions]:
     for _ in range(resamples):
-        yield np.bincount(rng.integers(requests, size=requests), minlength=requests).astype(np.float64)
+        yield np.bincount(rng.integers(requests, size=requests), minlength=requests)
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,21 +328,20 @@ class _Side:
         ordered = keys[order]
         return cls(order, np.searchsorted(ordered, keys, "left"), np.searchsorted(ordered, keys, "right"))
 
-    def ranks(self, weights: Floats) -> Floats:
+    def ranks(self, weights: Positions) -> Floats:
         """Twice the average rank of each pair, if pair p stood there `weights[p]` times; less their mean."""
-        total = np.concatenate(([0.0], np.cumsum(weights[self.order])))
+        total = np.concatenate(([0], np.cumsum(weights[self.order])))
         ranks = total[self.below]
         ranks += total[self.through]
         ranks -= total[-1]
-        return ranks
+        return ranks.astype(np.float64)
 
 
-def _weighted(a: _Side, b: _Side, weights: Floats) -> float:
+def _weighted(a: _Side, b: _Side, weights: Positions) -> float:
     """Spearman's correlation, if pair p stood there `weights[p]` times."""
     x, y = a.ranks(weights), b.ranks(weights)
-    weighted = weights * x
-    spread = np.einsum("p,p->", weighted, x) * np.einsum("p,p,p->", weights, y, y)
-    return float(np.einsum("p,p->", weighted, y) / np.sqrt(spread)) if spread > 0 else nan
+    often = np.sqrt(weights)
+    return _correlation(often * x, often * y)
 
 
 # --- layer selection ----------------------------------------------------------------------------------
