@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -20,6 +23,7 @@ from oracle import (
 )
 from servers import TINY
 
+from coterie.activations import ActivationTrace
 from coterie.up.server import vllm_server
 
 BLOCK = 32
@@ -159,6 +163,17 @@ def test_preempted_requests_return_the_ids_of_every_output_token(server, engine_
         answers = list(pool.map(lambda prompt: ask_ids(server, prompt, max_tokens=130), ids))
     assert metric(server, "vllm:num_preemptions_total") > preemptions
     check_ids(answers, engine_python, tmp_path)
+
+
+def test_collect_with_ids_records_the_same_ids(server, texts, tmp_path):
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts[1:4]))
+    options = ("--prompts", tmp_path / "prompts.jsonl", "--output", tmp_path / "ids.trace", "--max-tokens", OUTPUT)
+    command = [sys.executable, "-m", "coterie", "collect", "--server", server, "--ids", "--json", *options]
+    result = subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout)["recorded"] == ["counts", "decode_ids"]
+    trace = ActivationTrace.load(tmp_path / "ids.trace")  # which checks that ids count to the outputs
+    assert trace.decode_ids.shape == (3 * (OUTPUT - 1), 5, 4)
 
 
 def test_requests_that_finish_in_one_step_get_their_own_counts(server, texts, cold):
