@@ -8,7 +8,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from coterie.errors import InputError, TraceError
-from coterie.tensorfile import TensorFormat
+from coterie.tensorfile import TensorFormat, format_of
 
 
 class Header(msgspec.Struct, forbid_unknown_fields=True):
@@ -154,3 +154,14 @@ def test_a_dtype_that_no_format_uses_is_refused(path):
     write_raw(path, {"coterie": envelope()}, {"photos": np.zeros(1, np.float16)})
     with pytest.raises(InputError, match="photos is of dtype F16"):
         FORMAT.read(path)
+
+
+def test_a_file_says_what_it_is_and_anything_else_says_nothing(path, tmp_path):
+    FORMAT.write(path, Header("Rome"), {"photos": np.zeros(3, np.float32)})
+    assert format_of(path) == "film"
+    write_raw(path, {"coterie": "no JSON"})
+    assert format_of(path) is None
+    write_raw(path, {"other": "library"})
+    assert format_of(path) is None
+    path.write_bytes(b"no safetensors")
+    assert [format_of(other) for other in (path, tmp_path, tmp_path / "missing")] == [None, None, None]

@@ -101,7 +101,8 @@ def _of_trace(file: Path, profile: Path | None, clusters: int | None, seed: int)
 def _progress() -> Iterator[Callable[[str], None]]:
     """What is done, and for how long, on stderr."""
     columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=None)
         yield lambda text: bar.update(task, description=text)
 
@@ -114,7 +115,7 @@ def _plain(value: object) -> Any:
 
 def _show(report: _Report, html: Path | None) -> None:
     console = Console(highlight=False, markup=False)
-    console.width = min(console.width, _WIDTH)
+    console.width = min(console.width, _WIDTH) if console.is_terminal else _WIDTH
     for i, text in enumerate(report.answer):
         console.print(text, style="bold" if i == 0 else None)
     for table in report.tables:

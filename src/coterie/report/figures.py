@@ -56,7 +56,7 @@ def active_figure(active: Sequence[ActiveExperts], experts: int) -> str:
 def _bars(axes: Axes, places: Sequence[float], shown: Sequence[ActiveExperts], name: str) -> None:
     means = [one.active.value for one in shown if one.active]
     errors = [one.active.high - one.active.value for one in shown if one.active]
-    axes.bar(places, means, width=0.24, color=_PLACEMENTS[name], label=name)
+    axes.bar(places, means, width=0.24, color=_PLACEMENTS[name], alpha=0.55 if name == RANDOM else 1, label=name)
     axes.errorbar(places, means, yerr=errors, fmt="none", ecolor=INK, elinewidth=1, capsize=2)
     for place, one in zip(places, shown, strict=True):
         if one.active and one.reduction:

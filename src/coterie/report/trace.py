@@ -18,8 +18,8 @@ PROOF = (
         "batches of the same size. Held-out means that the clusters were found without these requests."
     ),
     (
-        "What proves nothing alone: r and rho. A model with random weights has them as high as a trained one, since "
-        "each request keeps to its own experts in prefill and in decode. Look at what r exceeds its control by."
+        "What proves nothing alone: r and rho. A model with random weights has high ones too, since each request keeps "
+        "to its own experts in prefill and in decode. Batching gains only by experts that different requests share."
     ),
     "Nor does purity alone: it says that clusters are the domains, not that a domain uses fewer experts.",
 )
@@ -57,7 +57,8 @@ def correlation_table(found: Correlation) -> Table:
         "Correlation r of a prompt's experts with those of an output",
         ("output", ">mean r", ">deviation", ">5 % to 95 %", ">requests"),
         tuple(_spread_row(name, spread) for name, spread in rows.items()),
-        "What the first exceeds the last by is the request's own; see what proves locality.",
+        "Own above another request: a prompt foretells its output. Another of its label above another request: a label's "
+        "requests share experts.",
     )
 
 
