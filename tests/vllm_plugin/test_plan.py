@@ -295,6 +295,17 @@ def test_nothing_is_kept_of_requests_that_are_gone_nor_of_sums_that_were_overwri
     assert not plan._local_blocks
 
 
+def test_no_ids_are_kept_of_a_request_that_is_gone_though_a_page_still_names_it():
+    plan, worker = plan_with_worker()
+    plan.request_added("a", 3, IDS)
+    forwarded(plan, worker, 0, 3, [])
+    for end in (4, 5):
+        job = forwarded(plan, worker, end - 1, 1, OUTPUT_IDS[: end - 3])
+        worker.write_ids(job.page, job.ticket, OUTPUT_IDS[end - 4 : end - 3])
+    assert plan.request_finished("a", 6)[OUTPUT_IDS_KEY] is not None
+    assert not any(run.owner for page in plan._ids._pages for run in page.runs)
+
+
 def test_ids_of_an_output_that_was_counted_in_part_are_not_returned():
     plan, worker = plan_with_worker()
     plan.request_added("a", 3, IDS)

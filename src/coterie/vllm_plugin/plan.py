@@ -208,6 +208,8 @@ class CountsPlan:
             return None
         finally:
             self._free.append(tracked.slot)
+            if tracked.ids:
+                tracked.ids.clear()  # a page refers to it until another step is written there
 
     def _envelopes(self, tracked: _Tracked, slot: int, forwarded: int) -> dict[str, Any] | None:
         prompt = None if tracked.prompt_ticket is None else self._slots.read(slot, PROMPT_PART, tracked.prompt_ticket)
