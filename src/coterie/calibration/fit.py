@@ -193,10 +193,12 @@ def signatures_of(trace: ActivationTrace, transform: SignatureTransform) -> Rows
     rows = transform.apply(values_of(trace, transform.kind))
     zero = np.flatnonzero(~rows.any(axis=1))
     if zero.size:
+        kept, total = len(transform.layers), transform.geometry.layers
+        more = "" if kept == total else "keep all layers (`--layers all`), "
         raise InputError(
             f"fit: {zero.size} of {len(rows)} signatures are zero (first: request {zero[0]}): in the layers kept "
-            f"({len(transform.layers)} of {transform.geometry.layers}) these prompts used only experts that every "
-            "prompt used; record more, and more different, prompts, or keep all layers (`--layers all`)"
+            f"({kept} of {total}) these prompts used only experts that every prompt used; {more}record more, and more "
+            "different, prompts, or weigh all experts alike (`--transform count`)"
         )
     return rows
 
