@@ -15,6 +15,7 @@ from coterie.calibration.prompts import read_prompts
 from coterie.core import ModelGeometry
 
 OUTPUT = 12
+TIE = "1e-4"  # stricter than between engines: both sides are transformers in float32
 GEOMETRIES = {
     "mixtral": ModelGeometry(4, 8, 2),
     "qwen3_moe": ModelGeometry(3, 16, 4),  # layer 1 is dense
@@ -64,7 +65,7 @@ def told(checkpoints, prompts, engine_python, tmp_path_factory) -> tuple[Path, d
 @pytest.fixture(scope="module")
 def oracles(checkpoints, prompts, engine_python, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("oracles")
-    engine_python("checkpoint_oracle.py", prompts, str(OUTPUT), out, *[checkpoints / name for name in GEOMETRIES])
+    engine_python("checkpoint_oracle.py", TIE, prompts, str(OUTPUT), out, *[checkpoints / name for name in GEOMETRIES])
     return out
 
 

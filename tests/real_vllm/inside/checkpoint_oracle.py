@@ -1,10 +1,11 @@
-"""What checkpoints choose, by their published rules: checkpoint_oracle.py PROMPTS MAX_TOKENS OUT CHECKPOINT...
+"""What checkpoints choose, by their published rules: checkpoint_oracle.py TIE PROMPTS MAX_TOKENS OUT CHECKPOINT...
 
 Greedy outputs come from whole forward passes without a KV cache.  One more pass over prompt and output gives
 the routers' inputs; logits, choices and scores are computed from those with plain torch and the raw weights.
 OUT/NAME.npz holds, of N prompts: `prompt`, `output` `[N, L, E]` counts; `prompt_near`, `output_near` `[N, L, E]`
-experts at a tie (another summation order may choose otherwise); `ids` `[N, tokens, L, k]` of output tokens;
-`prob`, `logit` `[N, L, E]` sums over the prompt; `lengths` `[N]` of prompts.
+experts within TIE of the other side of the top-k boundary; `ids` `[N, tokens, L, k]` of output tokens;
+`prob`, `logit` `[N, L, E]` sums over the prompt; `lengths` `[N]` of prompts; `lead` `[N]`, by how much the
+sampled tokens led the next best at least.
 """
 
 import json
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-TIE = 1e-4  # stricter than between engines: both sides are transformers in float32
+TIE = float(sys.argv[1])
 
 
 def linear(router, hidden):
@@ -116,13 +117,17 @@ def main(prompts, max_tokens, out, *folders):
         for row in rows:
             ids = tokens_of(tokenizer, row)
             split = len(ids)
+            lead = []
             for _ in range(int(max_tokens) - 1):
-                ids = [*ids, int(whole(model, ids)[-1].argmax())]
-            texts.append(examine(folder.name, model, routers_of(model), ids, split, top_k))
+                best = whole(model, ids)[-1].topk(2)
+                ids = [*ids, int(best.indices[0])]
+                lead.append(best.values[0] - best.values[1])
+            examined = examine(folder.name, model, routers_of(model), ids, split, top_k)
+            texts.append({**examined, "lead": torch.stack(lead).min()})
         np.savez(
             Path(out) / f"{folder.name}.npz", **{k: np.stack([text[k].numpy() for text in texts]) for k in texts[0]}
         )
 
 
 with torch.no_grad():
-    main(*sys.argv[1:])
+    main(*sys.argv[2:])
