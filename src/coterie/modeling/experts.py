@@ -1,0 +1,162 @@
+"""Expert layers: SwiGLU feed-forwards over tokens grouped by expert.
+
+    y = sum_j weight_j * (silu(x W_gate) * (x W_up)) W_down        over the experts j that the token chose
+
+An expert's intermediate dimension is cut into blocks of `BLOCK`: `gate_up [E, B, D, 2 * BLOCK]` holds a block's gate
+columns and then its up columns, `down [E, B, BLOCK, D]` its rows.  The blocks' results are added in order, outside of
+BLAS, so that blocks of zeros appended to an expert leave its output as it was, bit for bit.
+
+Only experts that some token chose are read.  Their weights are read once for each `WAVE` tiles of tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from coterie.modeling.gates import Choice, Ids
+from coterie.modeling.tiles import ROWS, Floats, Shape, into_tiles
+
+BLOCK = 64
+"""Columns of a block of an expert's intermediate dimension."""
+EXPERT_ROWS = 4
+"""Tokens of a tile of one expert: few, as a decode batch gives an expert few."""
+WAVE = 1024
+"""Tiles whose intermediate values are held at once, divided by the blocks of an expert."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpertWeights:
+    """Feed-forwards of equal shape: a layer's experts, or a single dense one.
+
+    Attributes:
+        gate_up: `[E, B, D, 2 * BLOCK]`.
+        down: `[E, B, BLOCK, D]`.
+    """
+
+    gate_up: Floats
+    down: Floats
+
+    def shapes(self, rows: int) -> tuple[Shape, Shape]:
+        """The two products that a tile of so many rows takes part in."""
+        hidden = self.down.shape[3]
+        return (rows, hidden, 2 * BLOCK), (rows, BLOCK, hidden)
+
+
+def block_expert(gate: Floats, up: Floats, down: Floats, blocks: int) -> tuple[Floats, Floats]:
+    """Cut one expert into blocks, zeros beyond its own intermediate size.
+
+    Args:
+        gate: `[I, D]`, as checkpoints store it.
+        up: `[I, D]`.
+        down: `[D, I]`.
+        blocks: how many; at least `I / BLOCK`.
+
+    Returns:
+        `gate_up [blocks, D, 2 * BLOCK]` and `down [blocks, BLOCK, D]`.
+    """
+    size, hidden = gate.shape
+    inward = np.zeros((2, blocks * BLOCK, hidden), np.float32)
+    inward[0, :size], inward[1, :size] = gate, up
+    outward = np.zeros((blocks * BLOCK, hidden), np.float32)
+    outward[:size] = down.T
+    columns = inward.reshape(2, blocks, BLOCK, hidden).transpose(1, 3, 0, 2)  # (B, D, gate and up, BLOCK)
+    return np.ascontiguousarray(columns).reshape(blocks, hidden, 2 * BLOCK), outward.reshape(blocks, BLOCK, hidden)
+
+
+def dense(rows: Floats, weights: ExpertWeights) -> Floats:
+    """A feed-forward that every token takes: a dense layer, or shared experts.
+
+    Args:
+        rows: `[T, D]`.
+        weights: of one expert.
+
+    Returns:
+        `[T, D]`; a row's bits depend on that row alone.
+    """
+    tiles = into_tiles(rows, ROWS)
+    bounds = np.array([0, len(tiles)])
+    return _feed_forward(tiles, bounds, weights).reshape(-1, rows.shape[1])[: len(rows)]
+
+
+def routed(rows: Floats, choice: Choice, weights: ExpertWeights) -> Floats:
+    """The weighted sum of what each token's experts make of it.
+
+    Args:
+        rows: `[T, D]`.
+        choice: experts and weights of the T tokens.
+        weights: of all experts of the layer.
+
+    Returns:
+        `[T, D]`; a row's bits depend on that row and its choice alone.
+    """
+    tokens, top_k = choice.ids.shape
+    bounds, places = _group(choice.ids, len(weights.gate_up))
+    tiles = np.zeros((bounds[-1] * EXPERT_ROWS, rows.shape[1]), np.float32)
+    tiles[places] = np.repeat(rows, top_k, axis=0)
+    outputs = _feed_forward(tiles.reshape(bounds[-1], EXPERT_ROWS, -1), bounds, weights)
+    each = outputs.reshape(len(tiles), -1)[places].reshape(tokens, top_k, -1)
+    total = each[:, 0] * choice.weights[:, 0, None]
+    for place in range(1, top_k):
+        total += each[:, place] * choice.weights[:, place, None]
+    return total
+
+
+def _group(ids: Ids, experts: int) -> tuple[Ids, Ids]:
+    """Give each expert whole tiles, and each pair of token and expert a row in them.
+
+    Returns:
+        `bounds [E + 1]`: expert e has the tiles from `bounds[e]` to `bounds[e + 1]`; `places [T * k]`: the row,
+        counted over all tiles, of each pair.
+    """
+    flat = ids.ravel()
+    counts = np.bincount(flat, minlength=experts)
+    bounds = np.concatenate(([0], np.cumsum(-(-counts // EXPERT_ROWS))))
+    order = np.argsort(flat, kind="stable")
+    rank = np.arange(flat.size) - np.repeat(np.cumsum(counts) - counts, counts)
+    places = np.empty(flat.size, np.intp)
+    places[order] = bounds[flat[order]] * EXPERT_ROWS + rank
+    return bounds, places
+
+
+def _feed_forward(tiles: Floats, bounds: Ids, weights: ExpertWeights) -> Floats:
+    """Run expert e on the tiles `[bounds[e], bounds[e + 1])` of `tiles [N, rows, D]`."""
+    results = np.empty_like(tiles)
+    wave = max(1, WAVE // weights.down.shape[1])
+    for start in range(0, len(tiles), wave):
+        stop = min(start + wave, len(tiles))
+        results[start:stop] = _wave(tiles[start:stop], np.clip(bounds, start, stop) - start, weights)
+    return results
+
+
+def _wave(tiles: Floats, bounds: Ids, weights: ExpertWeights) -> Floats:
+    count, rows, hidden = tiles.shape
+    blocks = weights.down.shape[1]
+    inner = np.empty((count, blocks, rows, 2 * BLOCK), np.float32)
+    for expert, start, stop in _active(bounds):
+        np.matmul(tiles[start:stop, None], weights.gate_up[expert], out=inner[start:stop])
+    gated = _silu(inner[..., :BLOCK]) * inner[..., BLOCK:]
+    parts = np.empty((count, blocks, rows, hidden), np.float32)
+    for expert, start, stop in _active(bounds):
+        np.matmul(gated[start:stop], weights.down[expert], out=parts[start:stop])
+    total = parts[:, 0]
+    for block in range(1, blocks):
+        total += parts[:, block]
+    return total
+
+
+def _active(bounds: Ids) -> Iterator[tuple[int, int, int]]:
+    """Experts that have tiles, and which."""
+    experts = np.flatnonzero(np.diff(bounds))
+    return zip(experts.tolist(), bounds[experts].tolist(), bounds[experts + 1].tolist(), strict=True)
+
+
+def _silu(values: Floats) -> Floats:
+    """Compute x / (1 + exp(-x)) on a contiguous copy: numpy's exp may treat gaps by other code."""
+    result = np.negative(values)
+    np.exp(result, out=result)
+    result += 1
+    np.divide(values, result, out=result)
+    return result

@@ -1,0 +1,159 @@
+"""A model: packed weights and the forward pass over them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from coterie.core import ModelGeometry
+from coterie.errors import InputError
+from coterie.modeling.attention import KV_TILE
+from coterie.modeling.config import ForwardConfig, GroupedAttention
+from coterie.modeling.layers import (
+    Angles,
+    Attention,
+    Dense,
+    Grouped,
+    Latent,
+    Moe,
+    Read,
+    cache_heads,
+    rms_norm,
+    run_attention,
+)
+from coterie.modeling.prepare import Weights, open_weights
+from coterie.modeling.step import StepBatch, StepPlan, check_batch, plan_step
+from coterie.modeling.tiles import ROWS, Floats, check_rows, product
+
+ExpertIds = npt.NDArray[np.unsignedinteger]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepOutput:
+    """What a step gives.
+
+    Attributes:
+        logits: `[R, V]` float32, of the rows asked for.
+        expert_ids: `[T, L, k]` experts that each token chose in each MoE layer, best first; uint8, or uint16 for
+            models of more than 256 experts.
+    """
+
+    logits: Floats
+    expert_ids: ExpertIds
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Layer:
+    attention_norm: Floats
+    attention: Attention
+    forward_norm: Floats
+    forward: Dense | Moe
+
+
+class Model:
+    """A mixture-of-experts decoder whose weights are mapped from a packed file.
+
+    Everything is float32 and every product is made in tiles of fixed shape, so a token's logits, keys, values and
+    experts are equal, bit for bit, whatever else runs in the same step, however its prompt was cut into chunks and
+    whatever of it was cached.  Run BLAS with one thread (`OPENBLAS_NUM_THREADS=1`): products are too small for more.
+    """
+
+    def __init__(self, weights: Weights) -> None:
+        self.config: ForwardConfig = weights.header.config
+        read = weights.tensors.floats
+        self._embedding, self._head, self._norm = read("embedding"), read("head"), read("norm")
+        self._cos, self._sin = read("rope.cos"), read("rope.sin")
+        self._layers = [_read_layer(self.config, read, layer) for layer in range(self.config.layers)]
+        self._heads = cache_heads(self.config)
+
+    @classmethod
+    def open(cls, path: Path) -> Model:
+        """Open a weights file that `prepare` made.
+
+        Raises:
+            InputError: it is missing, truncated, or of another version.
+            UnsupportedError: this machine's BLAS does not give equal rows equal bits.
+        """
+        model = cls(open_weights(path))
+        shapes = [
+            shape for layer in model._layers for part in (layer.attention, layer.forward) for shape in part.shapes()
+        ]
+        check_rows([*shapes, *model._heads.shapes, (ROWS, *model._head.shape[1:])])
+        return model
+
+    @property
+    def geometry(self) -> ModelGeometry:
+        """The routed part."""
+        return self.config.geometry
+
+    @property
+    def vocab(self) -> int:
+        """Tokens of the vocabulary."""
+        return self.config.vocab
+
+    def kv_shape(self, blocks: int, block_size: int) -> tuple[int, int, int, int]:
+        """Shape of a float32 cache: block, layer, token, and what a layer keeps of a token.
+
+        `kv[block]` is contiguous, so a block can be copied from process to process as bytes.
+
+        Raises:
+            InputError: `block_size` neither divides the attention's tiles of 64 tokens nor is a multiple of them.
+        """
+        if block_size < 1 or (KV_TILE % block_size and block_size % KV_TILE):
+            raise InputError(f"block_size is {block_size}; it must divide {KV_TILE} or be a multiple of it")
+        return blocks, self.config.layers, block_size, self._heads.width
+
+    def forward(self, batch: StepBatch, kv: Floats) -> StepOutput:
+        """Compute a step.
+
+        Args:
+            batch: the tokens; their blocks in `kv` hold the keys and values of all earlier positions.
+            kv: the cache, of `kv_shape`; the tokens' keys and values are written to it.
+
+        Raises:
+            InputError: the batch does not fit the cache or the model.
+        """
+        self._check_cache(kv)
+        limits = {"vocab": self.config.vocab, "max_positions": self.config.max_positions}
+        check_batch(batch, kv.shape[0], kv.shape[2], **limits)
+        attention = self.config.attention
+        window = attention.window if isinstance(attention, GroupedAttention) else None
+        plan = plan_step(batch, kv, self._heads, window)
+        with np.errstate(over="ignore"):  # exp(-x) of a very negative x: sigmoid and silu are 0 there
+            hidden, ids = self._run_layers(self._embedding[batch.token_ids], plan, kv)
+            wanted = rms_norm(hidden[batch.logits_rows], self._norm, self.config.norm_eps)
+            return StepOutput(product(wanted, self._head, self.config.vocab), ids)
+
+    def _run_layers(self, hidden: Floats, plan: StepPlan, kv: Floats) -> tuple[Floats, ExpertIds]:
+        eps, geometry = self.config.norm_eps, self.geometry
+        angles = Angles(self._cos[plan.positions, None], self._sin[plan.positions, None])
+        dtype = np.uint8 if geometry.experts <= 256 else np.uint16
+        ids = np.empty((len(hidden), geometry.layers, geometry.top_k), dtype)
+        moe = 0
+        for number, layer in enumerate(self._layers):
+            rows = rms_norm(hidden, layer.attention_norm, eps)
+            hidden = hidden + run_attention(layer.attention, rows, angles, plan, kv, number)
+            result, choice = layer.forward(rms_norm(hidden, layer.forward_norm, eps))
+            hidden = hidden + result
+            if choice is not None:
+                ids[:, moe] = choice.ids
+                moe += 1
+        return hidden, ids
+
+    def _check_cache(self, kv: Floats) -> None:
+        fits = kv.ndim == 4 and kv.shape == self.kv_shape(kv.shape[0], kv.shape[2])
+        if not fits or kv.dtype != np.float32 or not kv.flags.c_contiguous:
+            raise InputError(f"cache of shape {kv.shape}, {kv.dtype}: not a contiguous float32 array of kv_shape")
+
+
+def _read_layer(config: ForwardConfig, read: Read, number: int) -> _Layer:
+    def own(name: str) -> Floats:
+        return read(f"{number}.{name}")
+
+    kind = config.attention
+    attention = Grouped(config, kind, own) if isinstance(kind, GroupedAttention) else Latent(config, kind, own)
+    forward = Moe(config, own) if number in config.moe_layers else Dense(own)
+    return _Layer(own("input_layernorm"), attention, own("post_attention_layernorm"), forward)
