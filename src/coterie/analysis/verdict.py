@@ -125,14 +125,15 @@ def _judge(
     if reduction is None or cluster.coverage < COVERAGE:
         return "cannot tell", cluster.reason or "too few requests for random batches"
     if reduction.value >= WORTH and reduction.low >= SOME:
-        return "yes", f"at least {WORTH:.0%} fewer"
+        return "yes", f"{WORTH:.0%} are enough"
     if reduction.value >= SOME and reduction.low > 0:
-        return "perhaps", f"from {SOME:.0%} to {WORTH:.0%} fewer, or not surely more"
+        short = f"less than the {WORTH:.0%} that are surely worth it"
+        return "perhaps", short if reduction.value < WORTH else f"but it may be less than {SOME:.0%}"
     if reduction.high >= WORTH:
-        return "cannot tell", f"the interval reaches from {reduction.low:.0%} to {reduction.high:.0%}"
+        return "cannot tell", "the interval is too wide"
     if share is not None and share >= MANY_ACTIVE:
-        return "no", f"less than {SOME:.0%} fewer: random batches activate nearly all experts, and so do others"
-    return "no", f"less than {SOME:.0%} fewer"
+        return "no", f"less than {SOME:.0%}, for any batch activates nearly all experts"
+    return "no", f"less than {SOME:.0%}"
 
 
 def _merit(size: SizeVerdict) -> tuple[int, float]:
@@ -175,11 +176,12 @@ def _labels_know_more(active: Sequence[ActiveExperts]) -> tuple[str, ...]:
 
 
 def _sentence(size: SizeVerdict, experts: int) -> str:
-    told = f"{size.batch} requests per batch: {size.level}, {size.because}"
-    if size.reduction is not None and size.random is not None:
-        x = size.reduction
-        told += f" ({x.value:.1%}, 95 % interval {x.low:.1%} to {x.high:.1%}; random {size.random:.1f} of {experts})"
-    return told + "."
+    begin = f"{size.batch} requests per batch: {size.level}"
+    x = size.reduction
+    if x is None or size.random is None:
+        return f"{begin}, {size.because}."
+    interval = f"95 % interval {x.low:.1%} to {x.high:.1%}"
+    return f"{begin}. {_fewer(x)} ({interval}): {size.because}. Random batches activate {size.random:.1f} of {experts}."
 
 
 def _advice(level: Level, sizes: Sequence[SizeVerdict]) -> str:

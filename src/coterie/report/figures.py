@@ -91,7 +91,9 @@ def _dots(title: str, axis: str, series: Mapping[str, Sequence[_Row]]) -> str:
             heights = [names.index(name) + (i - (len(series) - 1) / 2) * 0.28 for name, *_ in rows]
             for height, (_, value, low, high) in zip(heights, rows, strict=True):
                 axes.plot([low, high], [height, height], color=SERIES[i], linewidth=2, solid_capstyle="round")
-                axes.text(high, height, f"  {value:.2f}", va="center", fontsize=8.5)
+                axes.annotate(
+                    f"{value:.2f}", (high, height), (7, 0), textcoords="offset points", va="center", fontsize=8.5
+                )
             axes.plot([row[1] for row in rows], heights, "o", color=SERIES[i], markersize=6, label=label)
         axes.set_yticks(range(len(names)), names)
         axes.set_ylim(len(names) - 0.5, -0.5)

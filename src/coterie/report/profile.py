@@ -75,7 +75,7 @@ def page(found: ProfileInspection) -> str:
     similarity = Figure(figures.similarity_figure(found.similarity), caption)
     sections = [
         Section("Answer: cannot tell", (Text(ANSWER, strong=True),)),
-        Section("Profile", (about_table(found),)),
-        Section("Clusters", (clusters_table(found), similarity)),
+        Section("Where it comes from", (about_table(found),)),
+        Section("How its clusters differ", (clusters_table(found), similarity)),
     ]
     return render(f"Profile of {found.model}", f"{found.geometry}; {len(found.clusters)} clusters", sections)

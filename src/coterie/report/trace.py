@@ -57,8 +57,8 @@ def correlation_table(found: Correlation) -> Table:
         "Correlation r of a prompt's experts with those of an output",
         ("output", ">mean r", ">deviation", ">5 % to 95 %", ">requests"),
         tuple(_spread_row(name, spread) for name, spread in rows.items()),
-        "Own above another request: a prompt foretells its output. Another of its label above another request: a label's "
-        "requests share experts.",
+        "Own above another request: a prompt foretells its output. Another of its label above another request: "
+        "requests of a label share experts.",
     )
 
 
