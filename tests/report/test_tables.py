@@ -2,7 +2,7 @@ from math import nan
 
 import pytest
 
-from coterie.report.tables import Table, number, percent, positions
+from coterie.report.tables import Table, number, percent, positions, printable
 
 
 def test_figures_that_are_not_known_or_not_defined_are_dashes():
@@ -23,3 +23,7 @@ def test_headings_say_which_columns_are_of_figures():
 def test_a_row_has_a_cell_for_each_column():
     with pytest.raises(AssertionError):
         Table("title", ("a", "b"), (("1",),))
+
+
+def test_control_characters_reach_no_terminal():
+    assert printable("a\x1b[31m\nä") == "a\ufffd[31m\ufffdä"

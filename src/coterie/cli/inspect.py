@@ -24,7 +24,7 @@ from coterie.report import profile as of_profile
 from coterie.report import svg
 from coterie.report import trace as of_trace
 from coterie.report.page import write
-from coterie.report.tables import Table
+from coterie.report.tables import Table, printable
 from coterie.tensorfile import format_of
 
 _PATH = click.Path(path_type=Path, dir_okay=False)
@@ -123,7 +123,7 @@ def _show(report: _Report, html: Path | None) -> None:
         console.print(table.title, style="bold")
         console.print(_rich(table))
         if table.note:
-            console.print(table.note, style="dim")
+            console.print(printable(table.note), style="dim")
     if html:
         console.print(f"\nwrote {html}", soft_wrap=True)
 
@@ -133,5 +133,5 @@ def _rich(table: Table) -> RichTable:
     for name, right in table.headings:
         drawn.add_column(name, justify="right" if right else "left", overflow="fold")
     for row in table.rows:
-        drawn.add_row(*row)
+        drawn.add_row(*map(printable, row))
     return drawn

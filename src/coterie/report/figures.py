@@ -13,6 +13,7 @@ from coterie.analysis.findings import KindQuality, PlottedClusters
 from coterie.analysis.usage import DomainUse, LayerSkew
 from coterie.quality import LayerSelection
 from coterie.report.svg import GROUND, INK, LINE, MUTED, SERIES, draw
+from coterie.report.tables import printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -225,6 +226,6 @@ def similarity_figure(similarity: Any) -> str:
 
 
 def _short(name: str) -> str:
-    """A label that fits a legend; figures hold no control characters."""
-    text = "".join(c if c.isprintable() else "�" for c in name) or "(no label)"
+    """A label that fits a legend."""
+    text = printable(name) or "(no label)"
     return text if len(text) <= _MOST_NAME else f"{text[: _MOST_NAME - 1]}…"

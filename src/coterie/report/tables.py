@@ -52,3 +52,8 @@ def positions(values: Sequence[int]) -> str:
         else:
             runs.append([value, value])
     return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs) or NONE
+
+
+def printable(text: str) -> str:
+    """The text with a replacement character for each control character: labels and names come from files."""
+    return "".join(c if c.isprintable() else "\ufffd" for c in text)
