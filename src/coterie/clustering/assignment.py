@@ -124,7 +124,7 @@ class _Assignment:
         self._cost = np.ascontiguousarray(cost.T)  # (K, N): a move needs the costs of many rows in two clusters
         self._clusters = np.arange(len(self._cost))
         self._sizes = np.bincount(labels, minlength=len(self._cost))
-        self._edges = np.full((len(self._cost),) * 2, _FAR)  # [a, b]: cost of the cheapest move from a to b
+        self._edges = np.full((len(self._cost),) * 2, _FAR)  # [b, a]: cost of the cheapest move from a to b
         self._movers = np.full_like(self._edges, -1)  # the row that makes it
         for a in range(len(self._cost)):
             self._price(a, np.delete(self._clusters, a))
@@ -133,17 +133,17 @@ class _Assignment:
         """Bring every cluster to at most `capacity` rows."""
         for _ in range(int(np.maximum(self._sizes - capacity, 0).sum())):
             path = self._cheapest_path(self._sizes > capacity, self._sizes < capacity)
-            self._move([(int(self._movers[a, b]), a, b) for a, b in pairwise(path)])
+            self._move([(int(self._movers[b, a]), a, b) for a, b in pairwise(path)])
             self._sizes[path[0]] -= 1
             self._sizes[path[-1]] += 1
 
     def prices(self) -> _Costs:
         """`[K]` such that every row's cluster is one where its cost plus the price is least.
 
-        That is price[a] - price[b] <= edges[a, b] for all a and b: distances, from anywhere, along edges turned round.
+        That is price[a] - price[b] <= edges[b, a] for all a and b: distances, from anywhere, along edges turned round.
         """
         prices = np.zeros(len(self._clusters), dtype=np.int64)
-        while (too_high := prices > (lower := (self._edges + prices).min(axis=1))).any():
+        while (too_high := prices > (lower := (self._edges + prices[:, None]).min(axis=0))).any():
             prices = np.where(too_high, lower, prices)
         return prices
 
@@ -151,7 +151,7 @@ class _Assignment:
         for row, _, b in moves:
             self.labels[row] = b
         for row, a, b in moves:
-            self._price(a, np.flatnonzero(self._movers[a] == row))
+            self._price(a, np.flatnonzero(self._movers[:, a] == row))
             self._offer(row, b)
 
     def _price(self, a: int, targets: Labels) -> None:
@@ -161,16 +161,16 @@ class _Assignment:
             return
         prices = self._cost[targets[:, None], members] - self._cost[a, members]  # (targets, members)
         cheapest = prices.argmin(axis=1)
-        self._edges[a, targets] = prices[self._clusters[: len(targets)], cheapest]
-        self._movers[a, targets] = members[cheapest]
+        self._edges[targets, a] = prices[self._clusters[: len(targets)], cheapest]
+        self._movers[targets, a] = members[cheapest]
 
     def _offer(self, row: int, b: int) -> None:
         """Let a row that is new in cluster b make the moves that it makes cheaper."""
         prices = self._cost[:, row] - self._cost[b, row]
         prices[b] = _FAR
-        cheaper = prices < self._edges[b]
-        self._edges[b, cheaper] = prices[cheaper]
-        self._movers[b, cheaper] = row
+        cheaper = prices < self._edges[:, b]
+        self._edges[cheaper, b] = prices[cheaper]
+        self._movers[cheaper, b] = row
 
     def _cheapest_path(self, sources: npt.NDArray[np.bool_], sinks: npt.NDArray[np.bool_]) -> list[int]:
         """Bellman-Ford from all sources to the nearest sink; edges may be negative, cycles are not.
@@ -180,9 +180,9 @@ class _Assignment:
         distance = np.where(sources, 0, _FAR)
         parent = np.full(len(distance), -1)
         while True:
-            reached = distance[:, None] + self._edges
-            via = reached.argmin(axis=0)
-            nearest = reached[via, self._clusters]
+            reached = distance + self._edges  # (to, from)
+            via = reached.argmin(axis=1)
+            nearest = reached[self._clusters, via]
             shorter = nearest < distance
             if not shorter.any():
                 break

@@ -14,6 +14,7 @@ Vectors = npt.NDArray[np.floating[Any]]
 
 _GRID = float(1 << 26)
 _BLOCK_BYTES = 16 << 20  # of a block in float64; BLAS threads that wait for a busy core make many small ones slow
+_KEPT_BYTES = 64 << 20  # rows that take no more in float64 are brought to the grid once, not at each reading
 _UNIT_TOLERANCE = 1e-3
 _FLAT = 1e-6  # vectors whose mean is shorter than this have no common direction
 
@@ -27,7 +28,7 @@ class UnitRows:
     order of dimensions change no bit.  What the grid costs is an error of a cosine of about 1e-8, less than that
     of float32 rows.
 
-    The rows are brought to the grid block by block, whenever they are read; there is no copy of them.
+    The rows are brought to the grid block by block, whenever they are read; of many rows there is no copy.
     """
 
     def __init__(self, name: str, rows: Vectors) -> None:
@@ -44,6 +45,9 @@ class UnitRows:
         self._block = max(1, _BLOCK_BYTES // (8 * max(1, rows.shape[1])))
         for first in range(0, len(rows), self._block):
             _check_lengths(name, first, rows[first : first + self._block])
+        self._kept: Floats | None = None
+        if 8 * rows.size <= _KEPT_BYTES:
+            self._kept, self._block = _to_grid(rows), max(1, len(rows))
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -55,7 +59,7 @@ class UnitRows:
 
     def take(self, positions: npt.NDArray[np.integer[Any]]) -> Floats:
         """`[n, D]`: some rows, brought to length 1."""
-        taken = _to_grid(self._rows[positions])
+        taken = self._gridded(positions)
         return taken / _lengths(taken)
 
     def cosines(self, directions: Vectors) -> Floats:
@@ -71,7 +75,7 @@ class UnitRows:
         products = np.empty((len(self), len(directions)))
         for first in range(0, len(self), self._block):
             part = slice(first, first + self._block)
-            np.matmul(_to_grid(self._rows[part]), gridded.T, out=products[part])
+            np.matmul(self._gridded(part), gridded.T, out=products[part])
         products /= _GRID * _GRID
         return products
 
@@ -88,8 +92,11 @@ class UnitRows:
         total = np.zeros((weights.shape[1], self.dimensions))
         for first in range(0, len(positions), self._block):
             part = slice(first, first + self._block)
-            total += weights[part].T.astype(np.float64) @ _to_grid(self._rows[positions[part]])
+            total += weights[part].T.astype(np.float64) @ self._gridded(positions[part])
         return total / _GRID
+
+    def _gridded(self, part: slice | npt.NDArray[np.integer[Any]]) -> Floats:
+        return _to_grid(self._rows[part]) if self._kept is None else self._kept[part]
 
 
 def directions(sums: Floats, sizes: npt.NDArray[np.integer[Any]]) -> tuple[Floats, npt.NDArray[np.bool_]]:
