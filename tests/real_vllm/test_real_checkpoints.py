@@ -31,7 +31,7 @@ GEOMETRIES = {
 }
 SIGMOID = ("deepseek_v3", "glm4_moe")
 UNTOLD = ("phimoe",)  # its weights are in proportion to no score of all experts
-REFUSED = ("llama", "llama4_text")
+REFUSED = ("llama", "llama4_text", "lacking")
 
 by_architecture = pytest.mark.parametrize("name", GEOMETRIES)
 
@@ -40,7 +40,7 @@ by_architecture = pytest.mark.parametrize("name", GEOMETRIES)
 def checkpoints(engine_python, tmp_path_factory) -> Path:
     """A folder with a random checkpoint of each architecture."""
     folder = tmp_path_factory.mktemp("checkpoints")
-    engine_python("make_checkpoints.py", folder, TINY, *GEOMETRIES, *REFUSED)
+    engine_python("make_checkpoints.py", folder, TINY, *GEOMETRIES, *REFUSED, "packed")
     return folder
 
 
@@ -58,7 +58,7 @@ def prompts(tmp_path_factory) -> Path:
 def told(checkpoints, prompts, engine_python, tmp_path_factory) -> tuple[Path, dict[str, list[str]]]:
     """Folder of the traces, and what was told of each checkpoint."""
     out = tmp_path_factory.mktemp("traces")
-    folders = [checkpoints / name for name in (*GEOMETRIES, *REFUSED)]
+    folders = [checkpoints / name for name in (*GEOMETRIES, *REFUSED, "packed")]
     return out, json.loads(engine_python("collect_checkpoints.py", prompts, str(OUTPUT), out, *folders))
 
 
@@ -120,3 +120,19 @@ def test_what_cannot_be_recorded_is_told(told):
     assert "gate probabilities are not recorded" in told["phimoe"][2]
     assert told["llama"][-1] == "UnsupportedError: llama is a dense model: there are no experts to count"
     assert "architecture llama4_text: model.layers.0.feed_forward.experts is not called" in told["llama4_text"][-1]
+    assert "lacking: 1 missing keys, first model.layers.2.mlp.router.weight" in told["lacking"][-1]
+
+
+def test_packed_experts_are_unpacked(told):
+    trace = ActivationTrace.load(told[0] / "packed.trace")
+    assert trace.geometry == GEOMETRIES["gpt_oss"]
+    assert trace.complete.all()
+
+
+def test_a_prompt_beyond_the_context_is_named_by_its_place(checkpoints, engine_python, tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "a"}\n' + json.dumps({"prompt": "word " * 2000}))
+    told = json.loads(engine_python("collect_checkpoints.py", file, str(OUTPUT), tmp_path, checkpoints / "mixtral"))
+    assert f"EngineError: {file}:2: the prompt's" in told["mixtral"][-1]
+    assert "tokens are more than the 1024 that the model's context holds" in told["mixtral"][-1]
+    assert (tmp_path / "mixtral.trace.partial").exists()

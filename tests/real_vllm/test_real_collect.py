@@ -62,9 +62,9 @@ def oracle(engine_python, tmp_path_factory) -> dict[str, np.ndarray]:
 
 @pytest.fixture(scope="module")
 def sure(oracle) -> np.ndarray:
-    """Requests whose output does not hang on a tie of tokens; nearly all."""
+    """Requests whose output does not hang on a tie of tokens: most."""
     sure = oracle["lead"] >= TIE
-    assert sure.mean() > 0.9
+    assert sure.mean() > 0.8
     return sure
 
 

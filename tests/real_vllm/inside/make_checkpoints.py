@@ -1,11 +1,16 @@
-"""Write small random checkpoints: make_checkpoints.py FOLDER TOKENIZER NAME..., into FOLDER/NAME."""
+"""Write small random checkpoints: make_checkpoints.py FOLDER TOKENIZER NAME..., into FOLDER/NAME.
 
+`lacking` and `packed` are GPT-OSS without a router's weight, and with experts in MXFP4 as it is published.
+"""
+
+import json
 import shutil
 import sys
 from pathlib import Path
 
 import torch
 import transformers as hf
+from safetensors.torch import load_file, save_file
 
 SIZES = {
     "vocab_size": 4096,
@@ -65,6 +70,8 @@ MAKERS = {
     "olmoe": lambda: hf.OlmoeConfig(**SIZES, num_experts=16, num_experts_per_tok=4),
     "deepseek_v3": lambda: hf.DeepseekV3Config(**{**SIZES, **GROUPED, **LATENT, "num_key_value_heads": 4}),
     "gpt_oss": lambda: hf.GptOssConfig(**{**SIZES, **GPT_OSS}),
+    "lacking": lambda: hf.GptOssConfig(**{**SIZES, **GPT_OSS}),
+    "packed": lambda: hf.GptOssConfig(**{**SIZES, **GPT_OSS}),
     "gemma4": gemma4,
     # not in coterie's table of architectures
     "qwen2_moe": lambda: hf.Qwen2MoeConfig(**SIZES, **MOE, num_experts=16, shared_expert_intermediate_size=32),
@@ -89,11 +96,35 @@ def randomize(model: torch.nn.Module) -> None:
             tensor.data.normal_(0, 0.5 if "router" in name or ".gate." in name else 0.08)
 
 
+def lose_a_router(checkpoint: Path) -> None:
+    tensors = load_file(checkpoint / "model.safetensors")
+    del tensors["model.layers.2.mlp.router.weight"]
+    save_file(tensors, checkpoint / "model.safetensors", {"format": "pt"})
+
+
+def pack_experts(checkpoint: Path) -> None:
+    """Random 4-bit blocks [E, out, in / 32, 16] with scales of 2^(121 - 127)."""
+    tensors = load_file(checkpoint / "model.safetensors")
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, width, height = tensors.pop(name).shape
+        blocks = (experts, height, width // 32)
+        tensors[f"{name}_blocks"] = torch.randint(0, 256, (*blocks, 16), dtype=torch.uint8)
+        tensors[f"{name}_scales"] = torch.full(blocks, 121, dtype=torch.uint8)
+    save_file(tensors, checkpoint / "model.safetensors", {"format": "pt"})
+    config = json.loads((checkpoint / "config.json").read_text())
+    plain = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": plain}
+    (checkpoint / "config.json").write_text(json.dumps(config))
+
+
+CHANGES = {"lacking": lose_a_router, "packed": pack_experts}
+
 folder, tokenizer = map(Path, sys.argv[1:3])
 for name in sys.argv[3:]:
     torch.manual_seed(0)
     model = hf.AutoModelForCausalLM.from_config(MAKERS[name]()).to(torch.float32)
     randomize(model)
     model.save_pretrained(folder / name)
+    CHANGES.get(name, lambda _: None)(folder / name)
     for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(tokenizer / file, folder / name)
