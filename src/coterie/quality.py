@@ -188,7 +188,7 @@ def _dots(rows: Values, pairs: Pairs) -> tuple[Floats, Floats]:
     step = max(_BLOCK // rows.shape[1], 1)
     for begin in range(0, len(pairs), step):
         block = slice(begin, begin + step)
-        dots[block] = np.einsum("pd,pd->p", exact[i[block]], exact[j[block]])
+        dots[block] = np.einsum("pd,pd->p", exact.take(i[block], axis=0), exact.take(j[block], axis=0))
     return dots, squares
 
 
