@@ -209,7 +209,9 @@ def _beyond(lengths: Indices, number: int) -> Mask:
     return beyond
 
 
-def attend(queries: Floats, store: Floats, offset: int, group: QueryGroup, heads: CacheHeads, out: Floats) -> None:
+def attend(
+    queries: Floats, store: Floats, offset: int, group: QueryGroup, heads: CacheHeads, room: Floats, out: Floats
+) -> None:
     """Attention of one group's tokens in one layer.
 
     Args:
@@ -218,6 +220,7 @@ def attend(queries: Floats, store: Floats, offset: int, group: QueryGroup, heads
         offset: of the layer's pieces from those of layer 0.
         group: the tokens and their way along the cache.
         heads: what the cache holds.
+        room: `[n, KV_TILE, width]` for a tile of each request of the group; fresh memory would cost more than copying.
         out: `[T, heads, share, value_dim]`; the rows of the group's tokens are written.
     """
     count = len(group.tokens)
@@ -225,7 +228,9 @@ def attend(queries: Floats, store: Floats, offset: int, group: QueryGroup, heads
     tiled = queries[group.tokens].transpose(0, 2, 1, 3, 4).reshape(count, heads.heads, -1, heads.key_dim)
     state = _Softmax.start(tiled.shape[:3], rows, heads.value_dim)
     for tile in group.tiles:
-        content = store.take(tile.units + offset, axis=0, mode="clip").reshape(len(tile.units), KV_TILE, -1)
+        content = room[: len(tile.units)]
+        pieces = content.reshape(*tile.units.shape, *store.shape[1:])
+        store.take(tile.units + offset, axis=0, out=pieces, mode="clip")  # ids were checked; clip writes in place
         if tile.stale is not None:
             content[tile.stale] = 0  # whatever lies there, even what is no number
         keys, values = heads.split(content)

@@ -94,10 +94,11 @@ def routed(rows: Floats, choice: Choice, weights: ExpertWeights) -> Floats:
     """
     tokens, top_k = choice.ids.shape
     bounds, places = _group(choice.ids, len(weights.gate_up))
-    tiles = np.zeros((bounds[-1] * EXPERT_ROWS, rows.shape[1]), np.float32)
-    tiles[places] = np.repeat(rows, top_k, axis=0)
-    outputs = _feed_forward(tiles.reshape(bounds[-1], EXPERT_ROWS, -1), bounds, weights)
-    each = outputs.reshape(len(tiles), -1)[places].reshape(tokens, top_k, -1)
+    hidden = rows.shape[1]
+    tiles = np.zeros((bounds[-1], EXPERT_ROWS, hidden), np.float32)
+    tiles.reshape(-1, hidden)[places] = np.repeat(rows, top_k, axis=0)
+    outputs = _feed_forward(tiles, bounds, weights)
+    each = outputs.reshape(-1, hidden)[places].reshape(tokens, top_k, hidden)
     total = each[:, 0] * choice.weights[:, 0, None]
     for place in range(1, top_k):
         total += each[:, place] * choice.weights[:, place, None]
@@ -156,7 +157,8 @@ def _active(bounds: Ids) -> Iterator[tuple[int, int, int]]:
 def _silu(values: Floats) -> Floats:
     """Compute x / (1 + exp(-x)) on a contiguous copy: numpy's exp may treat gaps by other code."""
     result = np.negative(values)
-    np.exp(result, out=result)
+    with np.errstate(over="ignore"):  # of x far below 0; the result is -0 there
+        np.exp(result, out=result)
     result += 1
     np.divide(values, result, out=result)
     return result

@@ -72,9 +72,9 @@ def softmax_gate(logits: Floats, rule: SoftmaxRule) -> Choice:
         rule: top-k and what becomes of the weights.
     """
     ids = best(logits, rule.top_k)
-    exponentials = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    exponentials: Floats = np.exp(logits - logits.max(axis=-1, keepdims=True))
     total: Floats = exponentials.sum(axis=-1, keepdims=True)
-    weights: Floats = np.take_along_axis(exponentials, ids, axis=-1) / total
+    weights = np.take_along_axis(exponentials, ids, axis=-1) / total
     return Choice(ids, weights / _sum_in_order(weights) if rule.renormalise else weights)
 
 
@@ -88,7 +88,8 @@ def sigmoid_gate(logits: Floats, bias: Floats, rule: SigmoidRule) -> Choice:
         bias: `[E]`.
         rule: top-k, groups and what becomes of the weights.
     """
-    scores: Floats = np.reciprocal(np.exp(-logits) + np.float32(1))
+    with np.errstate(over="ignore"):  # of a logit far below 0; its score is 0
+        scores: Floats = np.reciprocal(np.exp(-logits) + np.float32(1))
     ids = best(_in_best_groups(scores + bias, rule), rule.top_k)
     weights = np.take_along_axis(scores, ids, axis=-1)
     if rule.renormalise:

@@ -60,7 +60,7 @@ def run_attention(attention: Attention, rows: Floats, angles: Angles, plan: Step
     mixed = np.empty((*queries.shape[:3], heads.value_dim), np.float32)
     store, offset = plan.paging.store(kv), layer * plan.paging.layer_stride
     for group in plan.groups:
-        attend(queries, store, offset, group, heads, mixed)
+        attend(queries, store, offset, group, heads, plan.room, mixed)
     return attention.output(mixed)
 
 

@@ -122,10 +122,9 @@ class Model:
         attention = self.config.attention
         window = attention.window if isinstance(attention, GroupedAttention) else None
         plan = plan_step(batch, kv, self._heads, window)
-        with np.errstate(over="ignore"):  # exp(-x) of a very negative x: sigmoid and silu are 0 there
-            hidden, ids = self._run_layers(self._embedding[batch.token_ids], plan, kv)
-            wanted = rms_norm(hidden[batch.logits_rows], self._norm, self.config.norm_eps)
-            return StepOutput(product(wanted, self._head, self.config.vocab), ids)
+        hidden, ids = self._run_layers(self._embedding[batch.token_ids], plan, kv)
+        wanted = rms_norm(hidden[batch.logits_rows], self._norm, self.config.norm_eps)
+        return StepOutput(product(wanted, self._head, self.config.vocab), ids)
 
     def _run_layers(self, hidden: Floats, plan: StepPlan, kv: Floats) -> tuple[Floats, ExpertIds]:
         eps, geometry = self.config.norm_eps, self.geometry

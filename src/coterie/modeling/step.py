@@ -53,6 +53,7 @@ class StepPlan:
         offsets: `[T]` place in it.
         groups: queries that go along the cache together.
         paging: of the cache.
+        room: `[n, KV_TILE, width]` for a tile of the cache for each request of a group.
     """
 
     positions: Indices
@@ -60,6 +61,7 @@ class StepPlan:
     offsets: Indices
     groups: tuple[QueryGroup, ...]
     paging: Paging
+    room: Floats
 
 
 def check_batch(batch: StepBatch, blocks: int, block_size: int, *, vocab: int, max_positions: int) -> None:
@@ -69,6 +71,8 @@ def check_batch(batch: StepBatch, blocks: int, block_size: int, *, vocab: int, m
         InputError: naming what is wrong with which request.
     """
     tokens = len(batch.token_ids)
+    if not tokens:
+        raise InputError("step: there are no tokens to compute")
     if len(batch.positions) != tokens or sum(length for _, length in batch.rows) != tokens:
         raise InputError(f"step: {tokens} tokens, {len(batch.positions)} positions, rows {list(batch.rows)[:8]}")
     if len(batch.rows) != len(batch.block_tables):
@@ -106,7 +110,9 @@ def plan_step(batch: StepBatch, kv: Floats, heads: CacheHeads, window: int | Non
         blocks[start : start + length] = own[positions[start : start + length] // block_size - first]
     groups = (*_decode_groups(batch, positions, paging, heads, window),)
     groups += (*_prefill_groups(batch, positions, paging, heads, window),)
-    return StepPlan(positions, blocks, positions % block_size, groups, paging)
+    requests = max((len(group.tiles[0].units) for group in groups), default=0)
+    room = np.empty((requests, KV_TILE, heads.width), np.float32)
+    return StepPlan(positions, blocks, positions % block_size, groups, paging, room)
 
 
 def _decode_groups(

@@ -1,0 +1,250 @@
+"""The forward pass: equal to transformers', and bit for bit alike in every batch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiny_checkpoints import ARCHITECTURES, write_checkpoint
+
+from coterie.core import ModelGeometry
+from coterie.errors import InputError
+from coterie.modeling import Model, StepBatch, prepare
+
+BLOCK = 16
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+
+
+class Cache:
+    """A paged cache whose unused memory is no number, and who has which blocks."""
+
+    def __init__(self, model, rng, blocks=64, block_size=BLOCK):
+        self.kv = np.full(model.kv_shape(blocks, block_size), np.nan, np.float32)
+        self.free = rng.permutation(blocks).tolist()
+
+    def blocks(self, tokens):
+        return [self.free.pop() for _ in range(-(-tokens // self.kv.shape[2]))]
+
+    def slots(self, table, start, stop):
+        """Keys and values of some positions: `[tokens, layers, width]`."""
+        positions = np.arange(start, stop)
+        size = self.kv.shape[2]
+        return self.kv[np.asarray(table)[positions // size], :, positions % size]
+
+
+def batch_of(pieces):
+    """A step from (all tokens, start, stop, block table) of each request, with all logits."""
+    starts = np.cumsum([0, *(stop - start for _, start, stop, _ in pieces)])
+    return StepBatch(
+        np.concatenate([tokens[start:stop] for tokens, start, stop, _ in pieces]),
+        np.concatenate([np.arange(start, stop) for _, start, stop, _ in pieces]),
+        [(int(at), stop - start) for at, (_, start, stop, _) in zip(starts, pieces, strict=False)],
+        [table for *_, table in pieces],
+        np.arange(starts[-1]),
+    )
+
+
+def alone(model, tokens, block_size=BLOCK):
+    """One request in one step: its output, and all keys and values `[T, layers, width]`."""
+    cache = Cache(model, np.random.default_rng(9), block_size=block_size)
+    table = cache.blocks(len(tokens))
+    output = model.forward(batch_of([(tokens, 0, len(tokens), table)]), cache.kv)
+    return output, cache.slots(table, 0, len(tokens))
+
+
+def random_tokens(model, rng, count):
+    return rng.integers(0, model.vocab, count)
+
+
+def assert_same(output, expected, rows, span):
+    np.testing.assert_array_equal(output.logits[rows], expected.logits[span])
+    np.testing.assert_array_equal(output.expert_ids[rows], expected.expert_ids[span])
+
+
+# --- bits ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "deepseek_v3"])
+def test_a_row_has_the_same_bits_in_500_random_steps(models, architecture):
+    model, rng = models[architecture], np.random.default_rng(0)
+    texts = [random_tokens(model, rng, length) for length in (3, 40, 65, 90)]
+    whole = [alone(model, tokens) for tokens in texts]
+    cache = Cache(model, rng)
+    tables = [cache.blocks(len(tokens)) for tokens in texts]
+    for _ in range(500):
+        cache.kv[:] = np.nan
+        pieces, spans = [], []
+        for request in rng.permutation(len(texts))[: rng.integers(1, len(texts) + 1)]:
+            start = int(rng.integers(0, len(texts[request])))
+            stop = min(len(texts[request]), start + int(rng.choice([1, 1, 1, 2, 9, 30])))
+            earlier = np.arange(start)
+            cache.kv[np.asarray(tables[request])[earlier // BLOCK], :, earlier % BLOCK] = whole[request][1][:start]
+            pieces.append((texts[request], start, stop, tables[request]))
+            spans.append((request, slice(start, stop)))
+        batch = batch_of(pieces)
+        output = model.forward(batch, cache.kv)
+        for (at, length), (request, span) in zip(batch.rows, spans, strict=True):
+            assert_same(output, whole[request][0], slice(at, at + length), span)
+            written = cache.slots(tables[request], span.start, span.stop)
+            np.testing.assert_array_equal(written, whole[request][1][span])
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("chunk", [1, 7, 64])
+def test_a_prompt_in_chunks_gives_the_bits_of_the_whole(models, architecture, chunk):
+    model, rng = models[architecture], np.random.default_rng(1)
+    tokens = random_tokens(model, rng, 90)
+    whole, kept = alone(model, tokens)
+    cache = Cache(model, rng)
+    table = cache.blocks(len(tokens))
+    for start in range(0, len(tokens), chunk):
+        stop = min(start + chunk, len(tokens))
+        output = model.forward(batch_of([(tokens, start, stop, table)]), cache.kv)
+        assert_same(output, whole, slice(None), slice(start, stop))
+    np.testing.assert_array_equal(cache.slots(table, 0, len(tokens)), kept)
+
+
+def test_a_cached_prefix_gives_the_bits_of_a_prompt_computed_anew(models):
+    model, rng = models["qwen3_moe"], np.random.default_rng(2)
+    first, second = random_tokens(model, rng, 60), random_tokens(model, rng, 50)
+    second[:48] = first[:48]
+    cache = Cache(model, rng)
+    table = cache.blocks(60)
+    model.forward(batch_of([(first, 0, 60, table)]), cache.kv)
+    shared = [*table[:3], *cache.blocks(2)]  # three blocks of 16 tokens are the same
+    output = model.forward(batch_of([(second, 48, 50, shared)]), cache.kv)
+    assert_same(output, alone(model, second)[0], slice(None), slice(48, 50))
+
+
+@pytest.mark.parametrize("block_size", [1, 8, 64, 128])
+def test_the_block_size_changes_no_bit(models, block_size):
+    model = models["mixtral"]
+    tokens = random_tokens(model, np.random.default_rng(3), 60)
+    expected, kept = alone(model, tokens)
+    output, written = alone(model, tokens, block_size)
+    assert_same(output, expected, slice(None), slice(None))
+    np.testing.assert_array_equal(written, kept)
+
+
+def test_padding_experts_changes_no_bit(models, tmp_path):
+    checkpoint = write_checkpoint(tmp_path, "deepseek_v3")
+    padded = Model.open(prepare(checkpoint, tmp_path / "padded", pad_intermediate=512))
+    tokens = random_tokens(padded, np.random.default_rng(4), 70)
+    assert_same(alone(padded, tokens)[0], alone(models["deepseek_v3"], tokens)[0], slice(None), slice(None))
+
+
+# --- values -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tiny_moe(tmp_path_factory):
+    return Model.open(prepare(FIXTURES / "tiny-moe", tmp_path_factory.mktemp("tiny-moe")))
+
+
+def continue_greedily(model, tokens, count):
+    """Output tokens, one step each, after the prompt in one step."""
+    cache = Cache(model, np.random.default_rng(0))
+    text = np.concatenate((tokens, np.zeros(count, tokens.dtype)))
+    table, done = cache.blocks(len(text)), 0
+    for known in range(len(tokens), len(text)):
+        output = model.forward(batch_of([(text, done, known, table)]), cache.kv)
+        text[known], done = output.logits[-1].argmax(), known
+    return text[len(tokens) :]
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_logits_experts_and_greedy_tokens_are_those_of_transformers(tiny_moe, number):
+    stored = np.load(FIXTURES / "tiny-moe-forward.npz")
+    prompt, gates = stored[f"prompt_{number}"], stored[f"gates_{number}"]
+    output, _ = alone(tiny_moe, prompt)
+    expected = stored[f"logits_{number}"]
+    np.testing.assert_allclose(output.logits[-len(expected) :], expected, atol=1e-4)
+    chosen = np.take_along_axis(gates, output.expert_ids.astype(int), axis=-1).min(axis=-1)
+    rest = gates.copy()
+    np.put_along_axis(rest, output.expert_ids.astype(int), -np.inf, axis=-1)
+    assert (chosen > rest.max(axis=-1) - 1e-3).all()  # the best, or at a tie
+    assert continue_greedily(tiny_moe, prompt, 32).tolist() == stored[f"outputs_{number}"].tolist()
+
+
+def test_a_window_hides_what_lies_before_it(models, tmp_path):
+    # two layers of window 20 carry nothing further than 2 x 19 positions
+    model = Model.open(prepare(write_checkpoint(tmp_path, "mixtral", sliding_window=20), tmp_path / "packed"))
+    tokens = random_tokens(model, np.random.default_rng(5), 100)
+    other = tokens.copy()
+    other[40] = (other[40] + 1) % model.vocab
+    (one, _), (two, _) = alone(model, tokens), alone(model, other)
+    assert_same(one, two, slice(79, None), slice(79, None))
+    assert (one.logits[40:78] != two.logits[40:78]).any(axis=1).all()
+    full, _ = alone(models["mixtral"], tokens)
+    assert_same(one, full, slice(0, 20), slice(0, 20))  # nothing is hidden yet
+
+
+# --- edges --------------------------------------------------------------------------------------------------
+
+
+def test_a_model_says_what_it_is(models):
+    model = models["deepseek_v3"]
+    assert model.geometry == ModelGeometry(layers=1, experts=8, top_k=2)
+    assert model.vocab == 50
+    assert model.kv_shape(3, 16) == (3, 2, 16, 12 + 4)  # latent and rotary key
+    assert models["olmoe"].kv_shape(3, 16) == (3, 2, 16, 2 * 2 * 8)  # keys and values of two heads
+
+
+@pytest.mark.parametrize("block_size", [0, 3, 48, 96])
+def test_block_sizes_that_do_not_fit_tiles_are_refused(models, block_size):
+    with pytest.raises(InputError, match="must divide 64"):
+        models["olmoe"].kv_shape(4, block_size)
+
+
+GOOD = StepBatch(np.array([1, 2, 3]), np.array([0, 1, 5]), [(0, 2), (2, 1)], [[0], [1]], np.array([2]))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"token_ids": np.array([1, 2, 50])}, "token id is not from 0 to 49: 1, 50"),
+        ({"token_ids": np.array([-1, 2, 3])}, "token id is not from 0"),
+        ({"positions": np.array([0, 1, 512])}, "position is not from 0 to 511"),
+        ({"positions": np.array([0, 2, 5])}, r"row 0 has 2 tokens at positions \[0, 2\]"),
+        ({"positions": np.array([0, 1])}, "3 tokens, 2 positions"),
+        ({"rows": [(0, 2)]}, "3 tokens, 3 positions"),
+        ({"rows": [(0, 2), (1, 1)]}, "row 1"),
+        ({"rows": [(0, 3), (3, 0)]}, "row 0"),
+        ({"block_tables": [[0]]}, "2 requests, but 1 block tables"),
+        ({"block_tables": [[0], []]}, "row 2 has 0 blocks"),
+        ({"block_tables": [[0], [4]]}, "among 4"),
+        ({"block_tables": [[0], [-1]]}, "among 4"),
+        ({"logits_rows": np.array([3])}, "logits row is not from 0 to 2"),
+        ({"token_ids": np.array([], int), "positions": np.array([], int)}, "no tokens"),
+    ],
+)
+def test_a_step_that_does_not_fit_is_refused(models, change, message):
+    model = models["olmoe"]
+    kv = np.zeros(model.kv_shape(4, 16), np.float32)
+    model.forward(GOOD, kv)
+    before = kv.copy()
+    with pytest.raises(InputError, match=message):
+        model.forward(replace(GOOD, **change), kv)
+    np.testing.assert_array_equal(kv, before)
+
+
+@pytest.mark.parametrize(
+    "kv",
+    [
+        np.zeros((4, 2, 16, 31), np.float32),
+        np.zeros((4, 2, 16, 32)),
+        np.zeros((4, 2, 32, 32), np.float32)[:, :, ::2],
+        np.zeros((4, 32), np.float32),
+    ],
+)
+def test_a_cache_of_another_kind_is_refused(models, kv):
+    with pytest.raises(InputError, match="not a contiguous float32 array of kv_shape"):
+        models["olmoe"].forward(GOOD, kv)
+
+
+def test_no_logits_need_be_asked_for(models):
+    model = models["olmoe"]
+    kv = np.zeros(model.kv_shape(4, 16), np.float32)
+    assert model.forward(replace(GOOD, logits_rows=np.array([], int)), kv).logits.shape == (0, 50)
