@@ -11,7 +11,7 @@ from safetensors.numpy import save_file
 
 COMMON: dict[str, Any] = {
     "vocab_size": 50,
-    "hidden_size": 32,
+    "hidden_size": 64,
     "intermediate_size": 40,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
@@ -28,7 +28,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 24,
         "norm_topk_prob": True,
-        "head_dim": 8,
+        "head_dim": 16,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
     },

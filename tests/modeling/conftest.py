@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from tiny_checkpoints import ARCHITECTURES, write_checkpoint
 
 from coterie.modeling import Model, prepare
+from tiny_checkpoints import ARCHITECTURES, write_checkpoint
 
 
 @pytest.fixture(scope="session")

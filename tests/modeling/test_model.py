@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny_checkpoints import ARCHITECTURES, write_checkpoint
 
 from coterie.core import ModelGeometry
 from coterie.errors import InputError
 from coterie.modeling import Model, StepBatch, prepare
+from tiny_checkpoints import ARCHITECTURES, write_checkpoint
 
 BLOCK = 16
 FIXTURES = Path(__file__).parents[1] / "fixtures"
@@ -66,19 +66,19 @@ def assert_same(output, expected, rows, span):
 # --- bits ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("architecture", ["qwen3_moe", "deepseek_v3"])
-def test_a_row_has_the_same_bits_in_500_random_steps(models, architecture):
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_row_has_the_same_bits_in_250_random_steps(models, architecture):
     model, rng = models[architecture], np.random.default_rng(0)
-    texts = [random_tokens(model, rng, length) for length in (3, 40, 65, 90)]
+    texts = [random_tokens(model, rng, length) for length in (3, 40, 70)]
     whole = [alone(model, tokens) for tokens in texts]
     cache = Cache(model, rng)
     tables = [cache.blocks(len(tokens)) for tokens in texts]
-    for _ in range(500):
+    for _ in range(250):
         cache.kv[:] = np.nan
         pieces, spans = [], []
         for request in rng.permutation(len(texts))[: rng.integers(1, len(texts) + 1)]:
             start = int(rng.integers(0, len(texts[request])))
-            stop = min(len(texts[request]), start + int(rng.choice([1, 1, 1, 2, 9, 30])))
+            stop = min(len(texts[request]), start + int(rng.choice([1, 1, 1, 2, 12])))
             earlier = np.arange(start)
             cache.kv[np.asarray(tables[request])[earlier // BLOCK], :, earlier % BLOCK] = whole[request][1][:start]
             pieces.append((texts[request], start, stop, tables[request]))
@@ -189,7 +189,7 @@ def test_a_model_says_what_it_is(models):
     assert model.geometry == ModelGeometry(layers=1, experts=8, top_k=2)
     assert model.vocab == 50
     assert model.kv_shape(3, 16) == (3, 2, 16, 12 + 4)  # latent and rotary key
-    assert models["olmoe"].kv_shape(3, 16) == (3, 2, 16, 2 * 2 * 8)  # keys and values of two heads
+    assert models["olmoe"].kv_shape(3, 16) == (3, 2, 16, 2 * 2 * 16)  # keys and values of two heads
 
 
 @pytest.mark.parametrize("block_size", [0, 3, 48, 96])
@@ -233,9 +233,9 @@ def test_a_step_that_does_not_fit_is_refused(models, change, message):
 @pytest.mark.parametrize(
     "kv",
     [
-        np.zeros((4, 2, 16, 31), np.float32),
-        np.zeros((4, 2, 16, 32)),
-        np.zeros((4, 2, 32, 32), np.float32)[:, :, ::2],
+        np.zeros((4, 2, 16, 63), np.float32),
+        np.zeros((4, 2, 16, 64)),
+        np.zeros((4, 2, 32, 64), np.float32)[:, :, ::2],
         np.zeros((4, 32), np.float32),
     ],
 )

@@ -43,8 +43,9 @@ def main(out, lengths, rows, output, *folders):
         for number, length in enumerate(map(int, lengths.split(","))):
             ids = rng.integers(1, model.config.vocab_size, length).tolist()
             logits, gates = gate_logits(model, ids)
-            found |= {f"prompt_{number}": ids, f"logits_{number}": logits[-int(rows) :].numpy(), f"gates_{number}": gates.numpy()}
-            found[f"outputs_{number}"] = greedy(model, ids, int(output))
+            outputs = greedy(model, ids, int(output))
+            parts = {"prompt": ids, "logits": logits[-int(rows) :], "gates": gates, "outputs": outputs}
+            found |= {f"{part}_{number}": np.asarray(values) for part, values in parts.items()}
         np.savez_compressed(Path(out) / f"{folder.name}.npz", **found)
 
 
