@@ -13,13 +13,8 @@ The file is unlinked as soon as the worker has mapped it, so a killed engine lea
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import fcntl
 import math
 import mmap
-import os
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,8 +22,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from coterie import shm
 from coterie.core import ModelGeometry
 from coterie.errors import UnsupportedError
+from coterie.shm import SharedFile
 from coterie.wire import Ids, smallest_dtype
 
 PREFIX = "coterie-counts-"
@@ -95,43 +92,26 @@ class Slots:
         self._counts = counts.reshape(layout.slots, PARTS, layout.sum_words)
         pages = np.frombuffer(buffer, layout.id_dtype, PAGES * layout.page_words, words.nbytes + counts.nbytes)
         self._pages = pages.reshape(PAGES, layout.page_words)
-        self._file: tuple[int, Path] | None = None
+        self._file: SharedFile | None = None
 
     @classmethod
-    def create(cls, layout: Layout, folder: str = "/dev/shm") -> tuple[Slots, Path]:  # noqa: S108
+    def create(cls, layout: Layout, folder: str = shm.FOLDER) -> tuple[Slots, Path]:
         """Create the file, only readable by this user, with its memory reserved, and locked until `unlink`.
 
         Raises:
             UnsupportedError: shared memory is too small or not there.
         """
-        size = layout.nbytes
-        try:
-            _sweep(folder)
-            descriptor, name = _locked_file(folder)
-        except OSError as error:
-            raise UnsupportedError(f"cannot create shared memory in {folder}: {error}") from error
-        try:
-            os.posix_fallocate(descriptor, 0, size)
-            buffer = mmap.mmap(descriptor, size)
-        except OSError as error:
-            os.unlink(name)
-            os.close(descriptor)
-            hint = " (containers: raise --shm-size)" if error.errno == errno.ENOSPC else ""
-            raise UnsupportedError(
-                f"cannot reserve {size} bytes of shared memory in {folder}: {error}{hint}"
-            ) from error
-        table = cls(buffer, layout)
+        file = SharedFile.create(PREFIX, layout.nbytes, folder)
+        table = cls(file.memory, layout)
         table._header[0] = _MAGIC
-        table._file = (descriptor, Path(name))
-        return table, Path(name)
+        table._file = file
+        return table, file.path
 
     def unlink(self) -> None:
         """Scheduler: remove the file; what is mapped stays."""
         if self._file is not None:
-            descriptor, path = self._file
+            self._file.unlink()
             self._file = None
-            path.unlink(missing_ok=True)
-            os.close(descriptor)
 
     @classmethod
     def open(cls, path: str, layout: Layout) -> Slots:
@@ -187,20 +167,3 @@ class Slots:
         row = (self.announced_layers, self._layout.geometry.top_k)
         words = math.prod(row)
         return self._pages[page, first * words : (first + tokens) * words].reshape(tokens, *row).copy()
-
-
-def _locked_file(folder: str) -> tuple[int, str]:
-    while True:
-        descriptor, name = tempfile.mkstemp(prefix=PREFIX, dir=folder)
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        if os.fstat(descriptor).st_nlink:
-            return descriptor, name
-        os.close(descriptor)  # another engine's sweep took it between the two calls
-
-
-def _sweep(folder: str) -> None:
-    """Remove files whose engine was killed before its worker mapped them: nobody holds their lock."""
-    for path in Path(folder).glob(f"{PREFIX}*"):
-        with contextlib.suppress(OSError), path.open("rb") as file:  # another user's, locked, or gone meanwhile
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            path.unlink()
