@@ -17,10 +17,10 @@ ELDR saw 22.0 % fewer active experts go with 13.9 % lower TPOT at the median and
 In proportion, 15 % are worth 9 % and 4 %.
 """
 
-SOME = 0.08
-"""Reduction below which it is not: in proportion 5 % of the median and 2 % of P99, which uneven load can cost.
+SOME = 0.10
+"""Reduction below which it is not: in proportion 6 % of the median and 3 % of P99, which uneven load can cost.
 
-It is also above what models with random weights show, whose experts follow the words of a domain.
+It is also about what a model with random weights reaches, whose experts follow the words of a text (docs/good-fit.md).
 """
 
 MANY_ACTIVE = 0.95
@@ -29,8 +29,11 @@ MANY_ACTIVE = 0.95
 FEWEST = 64
 """Held-out requests below which nothing is concluded."""
 
-COVERAGE = 0.5
-"""Share of the held-out requests that must be in clusters larger than a batch for its size to count."""
+COVERAGE = 0.75
+"""Share of the held-out requests that must be in clusters larger than a batch for its size to count.
+
+Clusters that are larger than others are the more distinct ones: they alone would promise too much.
+"""
 
 
 @dataclass(frozen=True, slots=True)
