@@ -28,9 +28,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from coterie.blockrows import HostRows, Rows
 from coterie.core import ModelGeometry
 from coterie.vllm_plugin import register, support
-from coterie.vllm_plugin.blocks import DeviceRows, HostRows, Rows
+from coterie.vllm_plugin.blocks import DeviceRows
 from coterie.vllm_plugin.capture import DeviceCapture, HostCapture, bind_capture
 from coterie.vllm_plugin.output_ids import IdsJob
 from coterie.vllm_plugin.plan import CountsPlan, StepPlan

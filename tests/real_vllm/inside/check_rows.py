@@ -3,8 +3,9 @@
 import numpy as np
 import torch
 
+from coterie.blockrows import HostRows
 from coterie.core import ModelGeometry
-from coterie.vllm_plugin.blocks import DeviceRows, HostRows
+from coterie.vllm_plugin.blocks import DeviceRows
 
 GEOMETRY = ModelGeometry(layers=3, experts=10, top_k=4)
 BLOCKS = 9
