@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from scipy.optimize import linear_sum_assignment
 
-from coterie.clustering import balanced_assignment
+from coterie.clustering import assignment, balanced_assignment
 from coterie.clustering.assignment import EqualShares
 from coterie.errors import InputError
 
@@ -138,6 +138,36 @@ def test_prices_of_an_earlier_round_do_not_bind_a_later_one():
     warm = EqualShares(2)
     assert np.bincount(warm(np.array([[1.0, 0.0], [1.0, 0.0], [1.0, 0.5]]))).tolist() == [2, 1]
     assert warm(np.array([[0.1, 0.0], [0.0, 0.1], [0.1, 0.0]])).tolist() == [0, 1, 0]
+
+
+@pytest.fixture
+def paths(monkeypatch):
+    """The cheapest paths that are searched."""
+    found = []
+    search = assignment._Assignment._cheapest_path
+
+    def recorded(self, sources, sinks):
+        found.append(search(self, sources, sinks))
+        return found[-1]
+
+    monkeypatch.setattr(assignment._Assignment, "_cheapest_path", recorded)
+    return found
+
+
+def test_bids_and_kept_prices_leave_few_paths(paths):
+    rows = np.random.default_rng(7).normal(size=(2000, 12)) + 0.3
+    similarity = rows @ rows[:10].T / 100
+    surplus = np.maximum(np.bincount(similarity.argmax(axis=1), minlength=10) - 200, 0).sum()
+    warm = EqualShares(10)
+    warm(similarity)
+    assert len(paths) < surplus / 4
+    paths.clear()
+    warm(similarity)
+    assert len(paths) < 10  # K - 1 rows are as well off in another cluster: those that hold the prices
+
+
+def test_a_capacity_beyond_need_takes_no_memory():
+    assert balanced_assignment(np.eye(3), 1 << 40).tolist() == [0, 1, 2]
 
 
 def test_single_precision_similarities_are_taken():

@@ -133,7 +133,8 @@ class _Assignment:
         """Bring every cluster to at most `capacity` rows."""
         for _ in range(int(np.maximum(self._sizes - capacity, 0).sum())):
             path = self._cheapest_path(self._sizes > capacity, self._sizes < capacity)
-            self._move([(int(self._movers[b, a]), a, b) for a, b in pairwise(path)])
+            for row, a, b in [(int(self._movers[b, a]), a, b) for a, b in pairwise(path)]:
+                self._move(row, a, b)
             self._sizes[path[0]] -= 1
             self._sizes[path[-1]] += 1
 
@@ -147,12 +148,10 @@ class _Assignment:
             prices = np.where(too_high, lower, prices)
         return prices
 
-    def _move(self, moves: list[tuple[int, int, int]]) -> None:
-        for row, _, b in moves:
-            self.labels[row] = b
-        for row, a, b in moves:
-            self._price(a, np.flatnonzero(self._movers[:, a] == row))
-            self._offer(row, b)
+    def _move(self, row: int, a: int, b: int) -> None:
+        self.labels[row] = b
+        self._price(a, np.flatnonzero(self._movers[:, a] == row))
+        self._offer(row, b)
 
     def _price(self, a: int, targets: Labels) -> None:
         """Find the cheapest moves from cluster a to some others."""
