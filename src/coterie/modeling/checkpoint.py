@@ -111,6 +111,6 @@ def _read_index(folder: Path) -> list[str]:
         raise InputError(f"{path}: not an index of safetensors files: {error}") from None
     shards = sorted(set(index.weight_map.values()))
     for shard in shards:
-        if Path(shard).name != shard:
+        if not shard or Path(shard).name != shard:
             raise InputError(f"{path}: names {shard[:80]!r}, which is not a file of its folder")
     return shards
