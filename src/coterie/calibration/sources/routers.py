@@ -207,8 +207,8 @@ def _run_probe(model: Any, layers: Sequence[MoeLayer], name: str) -> _Probe:
     try:
         with torch.inference_mode(), listening(layers, probe):
             output = model(input_ids=tokens[None], use_cache=True)
-    except UnsupportedError as error:
-        raise UnsupportedError(f"architecture {name}: {error}. {_ELSEWHERE}") from None
+    except Exception as error:  # architectures fail in ways of their own, such as for want of another input
+        raise UnsupportedError(f"architecture {name}: a text of {len(tokens)} tokens: {error}. {_ELSEWHERE}") from None
     if getattr(output, "past_key_values", None) is None:
         raise UnsupportedError(f"architecture {name} keeps no KV cache. {_ELSEWHERE}")
     return probe
