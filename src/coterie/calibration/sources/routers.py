@@ -44,6 +44,7 @@ _EXPERTS_KEYS = ("num_local_experts", "num_experts", "n_routed_experts")
 _TOP_K_KEYS = ("num_experts_per_tok", "top_k_experts")
 _PROBE_TOKENS = 16
 _EVEN = 0.03  # how far weights may be from proportion: bfloat16 rounds each to 2^-9
+_ELSEWHERE = "Collect from a vLLM server instead, with coterie collect --server"
 
 
 class Listener(Protocol):
@@ -176,9 +177,6 @@ def _candidates(model: Any, name: str) -> list[MoeLayer]:
         f"architecture {name}: no module `experts` beside a `gate` or `router`; "
         f"looked at {', '.join(looked_at[:4]) or 'all modules'}. {_ELSEWHERE}"
     )
-
-
-_ELSEWHERE = "Collect from a vLLM server instead, with coterie collect --server"
 
 
 @dataclass(slots=True, eq=False)
