@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coterie.engines.embedded.kept import KeptTable
 from coterie.engines.embedded.kv import PREFIX, KvFile, NeighbourFile, kv_kind
 from coterie.engines.embedded.kv_server import KvServer
-from coterie.engines.embedded.leases import Leases
 from coterie.engines.embedded.messages import Message, Operation, RemoteKv, Status, read_answer, read_message
 from coterie.engines.embedded.pulls import Puller
 from coterie.errors import WireError
@@ -32,16 +32,18 @@ class Pair:
     def __init__(self, transport="auto", *, kind=KIND, deadline_s=5.0):
         self.ours, self.theirs = KvFile(SHAPE, kind), KvFile(SHAPE, KIND)
         self.theirs.array[:] = np.random.default_rng(0).standard_normal(SHAPE, np.float32)
-        self.leases = Leases(30.0)
+        self.leases = KeptTable(30.0)
         self.leases.keep("cmpl-1", (7, 0, 11), 20, 0.0)
-        self.released = 0
-        self.server = KvServer(self.theirs, self.leases, self._note, patience_s=deadline_s)
+        self.server = KvServer(self.theirs, self, patience_s=deadline_s)
         self.transport, self.deadline_s = transport, deadline_s
         self.ended = asyncio.Event()
 
-    def _note(self):
-        self.released += 1
+    def handoff(self, request_id):
+        return self.leases.find(request_id)
+
+    def release_handoff(self, request_id):
         self.ended.set()
+        return self.leases.release(request_id)
 
     async def __aenter__(self):
         await self.server.start("127.0.0.1", 0)
@@ -95,18 +97,18 @@ def test_pulled_blocks_equal_those_of_the_holder_and_the_lease_ends(transport):
             assert await pair.pull() is None
             assert pair.ours.array[[1, 2, 3]].tobytes() == pair.theirs.array[[7, 0, 11]].tobytes()
             assert not pair.ours.array[[0, *range(4, 12)]].any()
-            assert (len(pair.leases), pair.leases.collect(0.0), pair.released) == (0, [(7, 0, 11)], 1)
+            assert [kept.blocks for kept in pair.leases.collect(0.0)] == [(7, 0, 11)]
 
     run(story())
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_blocks_that_are_here_already_are_not_copied(transport):
+def test_blocks_that_are_here_already_or_not_needed_are_not_copied(transport):
     async def story():
         async with Pair(transport) as pair:
-            assert await pair.pull(first=2, blocks=(4,)) is None
-            assert pair.ours.array[4].tobytes() == pair.theirs.array[11].tobytes()
-            assert not pair.ours.array[:4].any()
+            assert await pair.pull(first=1, blocks=(4,)) is None
+            assert pair.ours.array[4].tobytes() == pair.theirs.array[0].tobytes()
+            assert not pair.ours.array[[*range(4), *range(5, 12)]].any()
             pair.leases.keep("cmpl-1", (7, 0, 11), 20, 0.0)
             assert await pair.pull(first=3, blocks=()) is None
             assert len(pair.leases) == 0
@@ -118,7 +120,7 @@ def test_blocks_that_are_here_already_are_not_copied(transport):
 def test_a_pull_fails_when_the_lease_has_ended(transport):
     async def story():
         async with Pair(transport) as pair:
-            assert pair.leases.collect(31.0) == [(7, 0, 11)]
+            assert pair.leases.collect(31.0)[0].blocks == (7, 0, 11)
             assert "no longer holds the KV" in await pair.pull()
 
     run(story())
@@ -155,6 +157,14 @@ def test_what_is_not_exactly_the_lease_is_refused_and_leaves_it_held(changes, pr
         async with Pair(transport) as pair:
             assert problem in await pair.pull(pair.remote(**changes))
             assert pair.leases.find("cmpl-1") is not None
+
+    run(story())
+
+
+def test_a_pull_of_more_than_there_is_fails():
+    async def story():
+        async with Pair() as pair:
+            assert "3 blocks, but 4 are needed" in await pair.pull(first=1)
 
     run(story())
 
@@ -247,14 +257,14 @@ def read_back(data: bytes):
 
 
 def test_a_message_is_read_as_it_was_written():
-    message = Message(Operation.READ, "0f" * 16, b"k" * 16, "cmpl-é", 1, (5, 1 << 31))
+    message = Message(Operation.READ, "0f" * 16, b"k" * 16, "cmpl-é", 1, 2, (5, 1 << 31))
     assert read_back(message.encode()) == message
     assert read_back(b"") is None
 
 
 @given(st.binary(min_size=1, max_size=120))
 def test_any_bytes_are_a_message_an_error_or_an_end(data):
-    start = Message(Operation.DONE, "0f" * 16, b"k" * 16, "id", 0, (5,)).encode()
+    start = Message(Operation.DONE, "0f" * 16, b"k" * 16, "id", 0, 0, (5,)).encode()
     for sent in (data, start[: len(data)] + data):
         with contextlib.suppress(WireError, asyncio.IncompleteReadError):
             read_back(sent)
@@ -313,18 +323,3 @@ def test_a_neighbour_opens_only_a_file_of_that_engine_kind_and_size(tmp_path):
         assert (into.view(np.float32) == 3.0).all()
         with pytest.raises(Exception, match="not among the 12"):
             file.read(12, into)
-
-
-def test_leases_are_freed_once_by_release_or_by_their_expiry():
-    leases = Leases(30.0)
-    assert leases.next_expiry_s is None
-    leases.keep("a", [1, 2], 20, 100.0)
-    leases.keep("b", [3], 5, 110.0)
-    assert leases.next_expiry_s == 130.0
-    assert leases.collect(129.9) == []
-    assert leases.find("a").blocks == (1, 2)
-    assert leases.release("b")
-    assert not leases.release("b")
-    assert leases.collect(130.0) == [(3,), (1, 2)]
-    assert leases.collect(1e9) == []
-    assert (leases.find("a"), len(leases), leases.expired) == (None, 0, 1)

@@ -159,6 +159,10 @@ class Engine:
         """The blocks of its `LoadJob` will not be filled, and nothing writes to them any more."""
         self._orders.put(partial(self._load_failed, request_id, problem))
 
+    def handoff(self, request_id: str) -> KeptBlocks | None:
+        """The blocks of a finished prompt that wait for another engine; None where their lease has ended."""
+        return self._kept.find(request_id)
+
     def release_handoff(self, request_id: str) -> bool:
         """Take back the blocks of a finished prompt; False where that has happened already."""
         released = self._kept.release(request_id)

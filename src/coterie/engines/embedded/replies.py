@@ -1,0 +1,141 @@
+"""Writes OpenAI's completion and chat replies, whole and as server-sent events, with vLLM's additions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from coterie.engines.embedded.request import Finish
+from coterie.engines.embedded.transfer import FIELD
+
+DONE = b"data: [DONE]\n\n"
+_encode = msgspec.json.encode
+
+
+def event(document: Mapping[str, Any]) -> bytes:
+    """A server-sent event."""
+    return b"data: " + _encode(document) + b"\n\n"
+
+
+def error_body(message: str, kind: str, status: int, param: str | None = None) -> dict[str, Any]:
+    """VLLM's error object; `kind` is such as "BadRequestError"."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": status}}
+
+
+@dataclass(slots=True)
+class Choice:
+    """One output as far as it has come.
+
+    Attributes:
+        index: its number in the reply.
+        prompt_ids: tokens of its prompt.
+        text: so far.
+        token_ids: so far.
+        finish: how it ended; None while it runs.
+    """
+
+    index: int
+    prompt_ids: Sequence[int]
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish: Finish | None = None
+
+
+class Replies:
+    """The objects of one reply.
+
+    Args:
+        id_: of the reply.
+        model: name to answer with.
+        created: seconds since 1970.
+        chat: whether a chat was asked for.
+        with_ids: whether token ids are wanted.
+    """
+
+    def __init__(self, id_: str, model: str, created: int, *, chat: bool, with_ids: bool) -> None:
+        self._chat = chat
+        self._with_ids = with_ids
+        kind = "chat.completion" if chat else "text_completion"
+        self._full = {"id": id_, "object": kind, "created": created, "model": model}
+        self._chunk = {**self._full, "object": "chat.completion.chunk" if chat else kind}
+
+    def full(self, choices: Sequence[Choice], usage: Mapping[str, Any], params: Mapping[str, Any] | None) -> bytes:
+        """The whole reply.
+
+        Args:
+            choices: all, ended.
+            usage: see `usage`.
+            params: `kv_transfer_params`, or None.
+        """
+        reply = {**self._full, "choices": [self._choice(choice) for choice in choices], "usage": usage, FIELD: params}
+        if self._chat and self._with_ids:
+            reply["prompt_token_ids"] = choices[0].prompt_ids
+        return _encode(reply)
+
+    def _choice(self, choice: Choice) -> dict[str, Any]:
+        written: dict[str, Any] = {"index": choice.index, "logprobs": None, **_ending(choice.finish)}
+        if self._chat:
+            written["message"] = {"role": "assistant", "content": choice.text}
+        else:
+            written["text"] = choice.text
+        if self._with_ids:
+            written["token_ids"] = choice.token_ids
+            if not self._chat:
+                written["prompt_token_ids"] = choice.prompt_ids
+        return written
+
+    def opening(self, choice: Choice) -> bytes:
+        """What a choice's part of a stream begins with; nothing for completions."""
+        if not self._chat:
+            return b""
+        first = {"index": choice.index, "delta": {"role": "assistant", "content": ""}, **_ending(None)}
+        chunk = {**self._chunk, "choices": [first]}
+        if self._with_ids:
+            chunk["prompt_token_ids"] = choice.prompt_ids
+        return event(chunk)
+
+    def news(self, choice: Choice, text: str, ids: Sequence[int], params: Mapping[str, Any] | None) -> bytes:
+        """What is new of a choice.
+
+        Args:
+            choice: with the news in it.
+            text: new text.
+            ids: new tokens.
+            params: `kv_transfer_params` with the last news, or None.
+        """
+        new: dict[str, Any] = {"index": choice.index, "logprobs": None, **_ending(choice.finish)}
+        new.update({"delta": {"content": text}} if self._chat else {"text": text})
+        if self._with_ids:
+            new["token_ids"] = ids
+            if not self._chat and len(ids) == len(choice.token_ids):
+                new["prompt_token_ids"] = choice.prompt_ids
+        chunk = {**self._chunk, "choices": [new]}
+        if params is not None:
+            chunk[FIELD] = params
+        return event(chunk)
+
+    def counts(self, usage: Mapping[str, Any]) -> bytes:
+        """The end of a stream whose client asked for token counts."""
+        return event({**self._chunk, "choices": [], "usage": usage})
+
+
+def usage(choices: Sequence[Choice], per_prompt: int) -> dict[str, Any]:
+    """Token counts of a reply; each prompt counts once, however many choices it has."""
+    prompt = sum(len(choice.prompt_ids) for choice in choices[::per_prompt])
+    output = sum(len(choice.token_ids) for choice in choices)
+    cached = sum(choice.finish.cached_tokens for choice in choices[::per_prompt] if choice.finish)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": output,
+        "total_tokens": prompt + output,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+def _ending(finish: Finish | None) -> dict[str, Any]:
+    if finish is None:
+        return {"finish_reason": None, "stop_reason": None}
+    return {"finish_reason": finish.reason, "stop_reason": finish.stop_reason}
