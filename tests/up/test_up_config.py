@@ -72,7 +72,7 @@ gateway: {decode_policy: locality, profile: p.profile, port: 8100}
         ("model: ./model", "model: ./mode", "model: there is no folder .*/mode"),
         ("decode:", "decoder:", "missing key 'decode'"),
         ("served_model_name: tiny", "served_model_name: 3", "served_model_name must be a text, got 3"),
-        ("model: ./model", "model: ./model\nengine: sglang", "engine must be one of vllm, got 'sglang'"),
+        ("model: ./model", "model: ./model\nengine: sglang", "engine must be one of vllm, embedded, got 'sglang'"),
         ("model: ./model", "model: ./model\nports: {engine: 1}", "ports: unknown key 'engine'"),
         ("model: ./model", "model: ./model\nports: {engines: 70000}", "engines must be a whole number from 0 to 65535"),
         ("model: ./model", "model: ./model\nnodes: 2", "cluster.yaml: unknown key 'nodes'"),

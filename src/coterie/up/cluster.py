@@ -23,6 +23,7 @@ from coterie.core import Role
 from coterie.errors import ConfigError, EngineError
 from coterie.gateway.config import load_config
 from coterie.up.config import ClusterConfig
+from coterie.up.embedded_command import embedded_command
 from coterie.up.ports import PortChooser
 from coterie.up.priority import lower_polling_threads
 from coterie.up.processes import ProcessSpec, State, SupervisedProcess
@@ -178,9 +179,8 @@ class Cluster:
         side = self._ports.ports(_nth(config.side_channel_port, role, config), pool.count, "ports: side_channels")
         for number, (port, side_port) in enumerate(zip(http, side, strict=True)):
             name, url = f"{role}-{number}", f"http://{HOST}:{port}"
-            command = vllm_command(config, role, HOST, port)
-            env = {**vllm_env(HOST, side_port), **pool.env}
-            yield Member(role, url, SupervisedProcess(self._spec(name, command, url, env)))
+            command, env = _engine_command(config, role, port, side_port)
+            yield Member(role, url, SupervisedProcess(self._spec(name, command, url, {**env, **pool.env})))
 
     def _spec(self, name: str, command: Sequence[str], url: str, env: Mapping[str, str]) -> ProcessSpec:
         log = self.config.run_dir / f"{name}.log"
@@ -240,11 +240,17 @@ class Cluster:
             with self._polling:
                 for member in self._members:
                     member.process.poll()
-                engines = [m for m in self._members if m.role != "gateway" and m.process.state is State.READY]
-                ready = {member.process.pid for member in engines if member.process.pid} - self._calmed
+                ready = self._polling_groups() - self._calmed
             for group in ready:
                 lower_polling_threads(group)
             self._calmed |= ready
+
+    def _polling_groups(self) -> set[int]:
+        """Process groups whose helper threads may poll without pause; those of the embedded engine only compute."""
+        if self.config.engine == "embedded":
+            return set()
+        engines = [member for member in self._members if member.role != "gateway"]
+        return {m.process.pid for m in engines if m.process.pid and m.process.state is State.READY}
 
     # --- stop ----------------------------------------------------------------------------------------
 
@@ -288,6 +294,15 @@ class Cluster:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         self.stop()
+
+
+def _engine_command(
+    config: ClusterConfig, role: Role, port: int, side_port: int
+) -> tuple[tuple[str, ...], Mapping[str, str]]:
+    """Command line and environment of one engine."""
+    if config.engine == "embedded":
+        return embedded_command(config, role, HOST, port, side_port), {}
+    return vllm_command(config, role, HOST, port), vllm_env(HOST, side_port)
 
 
 def _nth(first: int, role: Role, config: ClusterConfig) -> int:

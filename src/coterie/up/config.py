@@ -1,9 +1,9 @@
 """The YAML file of a local cluster.
 
-model: ./tiny-moe            # a folder (relative to this file) or a name on a model hub
+model: ./tiny-moe            # a folder (relative to this file) or, for vLLM, a name on a model hub
 served_model_name: tiny
-engine: vllm
-engine_env: ../.venv-vllm    # default: $COTERIE_VLLM_ENV, else .venv-vllm in the current folder
+engine: vllm                 # or: embedded
+engine_env: ../.venv-vllm    # for vLLM; default: $COTERIE_VLLM_ENV, else .venv-vllm in the current folder
 prefill: {count: 1, args: [], env: {}}
 decode: {count: 2, args: [], env: {}}
 ports: {engines: 0, side_channels: 0}   # first of consecutive ports; 0 takes free ones at start
@@ -17,12 +17,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import yaml
 
 from coterie.errors import ConfigError
 from coterie.gateway.config import load_config
+
+EngineName = Literal["vllm", "embedded"]
+ENGINES: tuple[EngineName, ...] = get_args(EngineName)
 
 _MAX_ENGINES = 256
 _WORKERS = {"prefill": ("http://127.0.0.1:1",), "decode": ("http://127.0.0.1:2",)}
@@ -51,13 +54,13 @@ class ClusterConfig:
     Attributes:
         model: folder of the checkpoint, or its name on a model hub.
         served_model_name: what clients call the model.
-        prefill: the prefill engines, which run the counts plugin.
-        decode: the decode engines, which run the stock connector alone.
-        engine_env: virtual environment of the engine.
+        prefill: the prefill engines, which return counts; vLLM's run the counts plugin.
+        decode: the decode engines; vLLM's run the stock connector alone.
+        engine_env: virtual environment of vLLM.
         run_dir: folder for logs and generated files; created, and locked while the cluster runs.
-        engine: the only engine so far is `vllm`.
+        engine: `vllm`, or `embedded` (see `coterie engine`), which needs no environment of its own.
         engine_port: first of consecutive HTTP ports; 0 takes free ones.
-        side_channel_port: first of consecutive NIXL side channel ports; 0 takes free ones.
+        side_channel_port: first of consecutive ports by which engines hand over KV; 0 takes free ones.
         ready_timeout_s: the longest that the start of one process may take.
         gateway: keys of `coterie serve` without the workers; None starts no gateway.
     """
@@ -68,7 +71,7 @@ class ClusterConfig:
     decode: PoolConfig
     engine_env: Path
     run_dir: Path = Path(".coterie")
-    engine: str = "vllm"
+    engine: EngineName = "vllm"
     engine_port: int = 0
     side_channel_port: int = 0
     ready_timeout_s: float = 600.0
@@ -104,10 +107,11 @@ class _Section:
 
     def cluster(self, engine_env: Path) -> ClusterConfig:
         ports = self.section("ports", default={})
+        engine = self.engine()
         config = ClusterConfig(
-            model=self.model(),
+            model=self.model(engine),
             served_model_name=self.text("served_model_name"),
-            engine=self.choice("engine", ("vllm",)),
+            engine=engine,
             prefill=self.section("prefill").pool(),
             decode=self.section("decode").pool(),
             engine_env=self.path("engine_env", default=engine_env),
@@ -147,11 +151,13 @@ class _Section:
             raise self._wrong(key, "a text", value)
         return value
 
-    def choice(self, key: str, known: tuple[str, ...]) -> str:
-        value = self.take(key, known[0])
-        if value not in known:
-            raise self._wrong(key, f"one of {', '.join(known)}", value)
-        return str(value)
+    def engine(self) -> EngineName:
+        value = self.take("engine", "vllm")
+        if value not in ENGINES:
+            raise self._wrong("engine", f"one of {', '.join(ENGINES)}", value)
+        if value == "embedded" and "engine_env" in self._left:
+            raise ConfigError(f"{self._where}: engine_env is for vLLM; remove it, or choose engine: vllm")
+        return ENGINES[ENGINES.index(value)]
 
     def number(self, key: str, least: int, most: int, default: object = None) -> int:
         value = self.take(key, default)
@@ -193,12 +199,12 @@ class _Section:
         paths = {key: str((self._base / keys[key]).resolve()) for key in ("profile", "trace") if keys.get(key)}
         return {**keys, **paths}
 
-    def model(self) -> str:
+    def model(self, engine: EngineName) -> str:
         value = self.text("model")
         folder = self._base / value
         if folder.is_dir():
             return str(folder.resolve())
-        if value.startswith((".", "/")):
+        if engine == "embedded" or value.startswith((".", "/")):
             raise ConfigError(f"{self._where}: model: there is no folder {folder}")
         return value
 
