@@ -175,6 +175,17 @@ def test_rows_are_left_as_they_were():
     assert rows.tobytes() == before
 
 
+# --- seeding ------------------------------------------------------------------------------------------
+
+
+def test_seeds_are_drawn_far_from_all_earlier_ones():
+    # rows of a group are alike, and groups at right angles: one seed in each, whatever the order
+    truth = np.repeat(np.arange(12), 5)
+    for seed in range(5):
+        found = kmeans(np.eye(12)[truth], 12, chance(seed), starts=1, max_rounds=1)
+        assert len(set(found.labels)) == 12
+
+
 # --- at the edges -------------------------------------------------------------------------------------
 
 

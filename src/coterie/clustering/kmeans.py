@@ -226,14 +226,13 @@ def _seed(rows: UnitRows, clusters: int, streams: Sequence[np.random.Generator])
         latest = rows.take(np.array([row[-1] for row in chosen]))
         nearest = np.maximum(nearest, rows.cosines(latest).T)
         for stream, row, near in zip(streams, chosen, nearest, strict=True):
-            row.append(_draw(stream, near, row))
+            row.append(_draw(stream, near))
     return [rows.take(np.array(row)) for row in chosen]
 
 
-def _draw(rng: np.random.Generator, nearest: Floats, chosen: list[int]) -> int:
+def _draw(rng: np.random.Generator, nearest: Floats) -> int:
     """A row in proportion to its squared distance to the nearest chosen one."""
     squared = np.maximum(2 - 2 * nearest, 0)
-    squared[chosen] = 0  # else rounding could draw a row twice
     total = squared.sum()
     weights = squared / total if total > 0 else None  # all rows are alike: any of them
     return int(rng.choice(len(nearest), p=weights))
