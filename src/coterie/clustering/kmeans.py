@@ -41,7 +41,7 @@ def balanced_kmeans(
     adding starts leaves the earlier ones alone; the most cohesive is kept, the first among equals.
 
     All sums of rows are exact (`exact.UnitRows`), so the result does not depend on the number of threads.
-    Memory beside the rows is a few MiB and `8 * starts * K * (2 N + 2 D)` bytes.
+    Memory beside the rows is at most 100 MiB and `16 * starts * K * (N + D)` bytes.
 
     What happens at the edges:
 
