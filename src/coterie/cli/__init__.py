@@ -13,6 +13,7 @@ from coterie.errors import CoterieError
 
 _VERBS = {
     "serve": "run the gateway in front of running engines",
+    "engine": "run one worker of the small engine that coterie brings along",
     "up": "run a local cluster: engines and gateway from one YAML file",
     "collect": "record which experts a set of prompts uses",
     "fit": "fit a routing profile from a recorded trace",

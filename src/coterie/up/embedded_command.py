@@ -12,5 +12,6 @@ def embedded_command(config: ClusterConfig, role: Role, host: str, port: int, kv
     """The command of one engine; the pool's own arguments come last, so that they win."""
     pool = config.prefill if role == "prefill" else config.decode
     where = ("--host", host, "--port", str(port), "--kv-host", host, "--kv-port", str(kv_port))
-    name = ("--served-model-name", config.served_model_name)
-    return (sys.executable, "-m", "coterie", "engine", config.model, "--role", role, *name, *where, *pool.args)
+    what = ("--role", role, "--served-model-name", config.served_model_name)
+    weights = ("--weights-dir", str(config.run_dir / "weights"))
+    return (sys.executable, "-m", "coterie", "engine", config.model, *what, *where, *weights, *pool.args)
