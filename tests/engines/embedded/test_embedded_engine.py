@@ -1,0 +1,545 @@
+"""What the engine computes does not depend on how: caching, chunks, batches, preemption, loads and aborts.
+
+The truth is computed without an engine, one request at a time (`toy_model`).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from toy_model import BLOCK, END, VOCAB, Story, counts_of, expected_tokens, experts_of
+
+from coterie import wire
+from coterie.engines.embedded.engine import EngineConfig
+from coterie.engines.embedded.sampling import SamplingParams
+from coterie.errors import ConfigError, EngineError, RequestError
+
+PROMPTS = [
+    [1, 2, 3, 4, 5, 6, 0, 1, 2],
+    [1, 2, 3, 4, 5, 6, 0, 1, 3, 3, 3],
+    [1, 2, 3, 4, 0],
+    [2],
+    [1, 2, 3, 4, 5, 6, 0, 1],
+    [6, 5, 4, 3, 2, 1] * 4,
+]
+
+
+def params_of(number, **changes):
+    kinds = [
+        {"temperature": 0.0},
+        {"temperature": 1.0, "seed": 7},
+        {"temperature": 0.6, "top_p": 0.7, "seed": 8, "ignore_eos": True},
+        {"temperature": 2.0, "top_k": 3, "seed": 9, "min_tokens": 6},
+    ]
+    return {**kinds[number % len(kinds)], "max_tokens": 5 + 3 * number, **changes}
+
+
+def submit_all(story, **changes):
+    for number, prompt in enumerate(PROMPTS):
+        story.submit(f"r{number}", prompt, **params_of(number, **changes))
+
+
+def check_all(story):
+    for number, prompt in enumerate(PROMPTS):
+        expected = expected_tokens(prompt, SamplingParams(**params_of(number)))
+        assert story.tokens(f"r{number}") == expected
+        finish = story.finish(f"r{number}")
+        assert finish.reason == ("stop" if expected[-1] == END and number % 4 != 2 else "length")
+        assert (finish.prompt_tokens, finish.output_tokens) == (len(prompt), len(expected))
+    assert story.pool.held == 0
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+@pytest.mark.parametrize("step_tokens", [3, 5, 1000])
+@pytest.mark.parametrize(("running", "blocks"), [(1, 64), (3, 64), (3, 12)])
+def test_outputs_are_those_of_each_request_alone(prefix_caching, step_tokens, running, blocks):
+    story = Story(blocks, prefix_caching=prefix_caching, step_tokens=step_tokens, running=running)
+    for _ in range(2):  # the second time much of it is cached
+        submit_all(story)
+        story.run()
+        check_all(story)
+    stats = story.engine.stats()
+    assert story.model.largest_step <= step_tokens
+    assert (stats.preemptions > 0) == (running == 3 and blocks == 12)
+    assert (stats.prefix_hits > 0) == prefix_caching
+
+
+def test_few_blocks_force_preemptions_that_change_nothing():
+    story, params = Story(12, running=6, step_tokens=64), {"max_tokens": 30, "ignore_eos": True}
+    for number in range(6):
+        story.submit(f"r{number}", [number, 1, 2], temperature=1.0, seed=number, **params)
+    story.run()
+    for number in range(6):
+        alone = expected_tokens([number, 1, 2], SamplingParams(seed=number, **params))
+        assert story.tokens(f"r{number}") == alone
+    assert story.engine.stats().preemptions >= 3
+    assert story.finish("r0").output_tokens == 30
+
+
+def test_outputs_of_one_prompt_share_its_blocks_and_draw_differently():
+    prompt, params = list(range(7)) * 3, {"temperature": 1.5, "seed": 4, "max_tokens": 6}
+    story = Story(running=8)
+    for choice in range(4):
+        story.submit(f"n{choice}", prompt, choice=choice, **params)
+    story.engine.step()
+    assert (story.engine.stats().running, story.engine.stats().waiting) == (1, 3)  # they wait for the first's blocks
+    story.engine.step()
+    assert story.engine.stats().running == 4
+    assert story.pool.held == 6 + 3 * 1  # 21 tokens: 5 full blocks shared, one of its own each
+    story.run()
+    outputs = [story.tokens(f"n{choice}") for choice in range(4)]
+    assert outputs == [expected_tokens(prompt, SamplingParams(**params), choice) for choice in range(4)]
+    assert len({tuple(output) for output in outputs}) == 4
+    assert story.model.forwarded == 21 + 3 * 1 + sum(len(output) - 1 for output in outputs)
+
+
+def test_a_shared_prompt_is_computed_by_the_next_when_the_first_is_aborted():
+    prompt = [1, 2, 3] * 6
+    story = Story(step_tokens=8, running=8)
+    for name in "abc":
+        story.submit(name, prompt, max_tokens=3)
+    story.engine.step()
+    story.engine.abort("a")
+    story.run()
+    assert (
+        story.tokens("b") == story.tokens("c") == expected_tokens(prompt, SamplingParams(temperature=0, max_tokens=3))
+    )
+    assert story.finish("c").cached_tokens == 16
+
+
+# --- experts ----------------------------------------------------------------------------------------
+
+
+def test_counts_are_the_truth_whatever_was_cached_chunked_or_preempted():
+    story = Story(11, running=6, step_tokens=7)
+    for turn in range(3):
+        for number, prompt in enumerate(PROMPTS):
+            asked = wire.ASK_IDS if number % 2 else wire.ASK_COUNTS
+            story.submit(f"{turn}.{number}", prompt, asked=asked, **params_of(number))
+        story.run()
+    stats = story.engine.stats()
+    assert min(stats.preemptions, stats.prefix_hits) > 0
+    for turn in range(3):
+        for number, prompt in enumerate(PROMPTS):
+            check_experts(story, f"{turn}.{number}", prompt)
+
+
+def check_experts(story, name, prompt):
+    finish, tokens = story.finish(name), prompt + story.tokens(name)
+    assert finish.prompt_counts.complete
+    assert np.array_equal(finish.prompt_counts.counts, counts_of(tokens, 0, len(prompt)))
+    assert finish.output_counts.tokens == len(tokens) - len(prompt) - 1  # the last was not forwarded
+    assert np.array_equal(finish.output_counts.counts, counts_of(tokens, len(prompt), len(tokens) - 1))
+    if finish.output_ids is not None:
+        truth = [experts_of(tuple(tokens[: end + 1])) for end in range(len(prompt), len(tokens) - 1)]
+        assert np.array_equal(finish.output_ids, np.array(truth).reshape(-1, 2, 2))
+
+
+def test_envelopes_carry_what_was_asked_for():
+    story = Story()
+    for name, asked in [("none", None), ("counts", wire.ASK_COUNTS), ("ids", wire.ASK_IDS)]:
+        story.submit(name, [1, 2, 3], asked=asked, max_tokens=4, ignore_eos=True)
+    story.run()
+    assert story.finish("none").envelopes() == {}
+    assert story.finish("counts").envelopes().keys() == {wire.PROMPT_KEY, wire.OUTPUT_KEY}
+    envelopes = story.finish("ids").envelopes()
+    assert wire.decode_counts(envelopes[wire.PROMPT_KEY]).tokens == 3
+    ids = wire.read_routed_experts(envelopes[wire.OUTPUT_IDS_KEY], story.model.geometry)
+    assert np.array_equal(wire.count_ids(ids, 6), wire.decode_counts(envelopes[wire.OUTPUT_KEY]).counts)
+
+
+def test_active_experts_are_those_that_a_step_used():
+    story = Story()
+    story.submit("a", [1, 2], max_tokens=2, ignore_eos=True)
+    story.submit("b", [3], max_tokens=1)
+    story.run()
+    first = [experts_of((1,)), experts_of((1, 2)), experts_of((3,))]
+    second = [experts_of((1, 2, story.tokens("a")[0]))]
+    used = [sum(len({int(i) for ids in step for i in ids[layer]}) for step in (first, second)) for layer in (0, 1)]
+    stats = story.engine.stats()
+    assert stats.active_experts == tuple(used)
+    assert (stats.steps, stats.step_tokens, stats.prompt_tokens, stats.output_tokens) == (2, 4, 3, 3)
+
+
+# --- ends -------------------------------------------------------------------------------------------
+
+
+def test_a_stop_string_ends_the_output_and_is_not_shown():
+    params = {"temperature": 1.0, "seed": 3, "ignore_eos": True, "max_tokens": 60}
+    story = Story()
+    story.submit("whole", [1], **params)
+    story.run()
+    whole = story.text("whole")
+    stop = whole[9:12]
+    place = whole.index(stop)
+    assert len(whole) > 40
+    story.submit("cut", [1], stop=(stop,), **params)
+    story.run()
+    finish = story.finish("cut")
+    assert (story.text("cut"), finish.reason, finish.stop_reason) == (whole[:place], "stop", stop)
+    assert finish.output_tokens < 60
+    story.submit("late", [1], stop=(stop,), min_tokens=59, **params)
+    story.run()
+    assert story.finish("late").reason == "length"
+    assert story.text("late") == whole  # what was held back is shown at the end
+
+
+def test_a_stop_token_is_counted_and_not_shown():
+    prompt, params = [1, 2], {"temperature": 1.0, "seed": 1, "ignore_eos": True, "max_tokens": 50}
+    tokens = expected_tokens(prompt, SamplingParams(**params))
+    story = Story()
+    story.submit("a", prompt, stop_token_ids=frozenset({2}), **params)
+    story.run()
+    assert story.tokens("a") == tokens[: tokens.index(2) + 1]
+    assert story.finish("a").stop_reason == 2
+    assert not story.text("a").endswith("c")
+
+
+def test_an_end_token_of_the_model_has_no_stop_reason():
+    story = Story()
+    story.submit("a", [1], temperature=2.0, seed=1, max_tokens=100)
+    story.run()
+    assert (story.finish("a").reason, story.finish("a").stop_reason) == ("stop", None)
+    assert story.tokens("a")[-1] == END
+
+
+def test_the_output_fills_model_and_cache_where_no_limit_is_given():
+    story = Story(5, max_model_len=100)  # 20 tokens are forwarded, and one more is sampled
+    story.submit("a", [1, 2, 3], ignore_eos=True)
+    story.run()
+    assert len(story.tokens("a")) == 18
+    story = Story(64, max_model_len=17)
+    story.submit("a", [1, 2, 3], ignore_eos=True)
+    story.run()
+    assert len(story.tokens("a")) == 14
+
+
+# --- what is refused --------------------------------------------------------------------------------
+
+
+def test_a_request_that_can_never_run_is_refused_with_its_lengths_and_a_remedy():
+    story = Story(5, max_model_len=100)
+    story.submit("fits", [1] * 15, max_tokens=6, ignore_eos=True)
+    with pytest.raises(
+        RequestError, match=r"the prompt has 15 tokens and the output up to 7, together 22, but"
+    ) as caught:
+        story.submit("a", [1] * 15, max_tokens=7)
+    assert "the cache holds 5 blocks of 4, so 21; shorten the prompt or lower max_tokens" in str(caught.value)
+    assert "or start the engine with more blocks" in str(caught.value)
+    assert caught.value.param == "max_tokens"
+    with pytest.raises(RequestError, match=r"output up to 1, together 101, but the model takes 100; shorten") as caught:
+        story.submit("b", [1] * 100)
+    assert caught.value.param == "prompt"
+    story.run()
+    assert story.finish("fits").reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "fields", "message"),
+    [
+        ([], {}, "prompt: it has no tokens"),
+        ([1, VOCAB], {}, "prompt: 8 is not a token; they are 0 to 7"),
+        ([-1], {}, "prompt: -1 is not a token"),
+        ([1], {"stop_token_ids": frozenset({3, 99})}, "stop_token_ids: 99 is not a token"),
+        ([1], {"stop_token_ids": frozenset(range(7)), "min_tokens": 1}, "min_tokens: every token would end"),
+        ([1, 2], {"load_tokens": 3}, "cannot load 3 of 2 tokens"),
+    ],
+)
+def test_a_malformed_request_is_refused(prompt, fields, message):
+    story = Story()
+    with pytest.raises(RequestError, match=message):
+        story.submit("a", prompt, **fields)
+    assert story.engine.step() is False
+
+
+def test_an_id_in_use_is_refused_until_its_blocks_are_free():
+    story = Story()
+    story.submit("a", [1], max_tokens=1, keep=True)
+    with pytest.raises(RequestError, match="request id 'a' is in use"):
+        story.submit("a", [1])
+    story.run()
+    with pytest.raises(RequestError, match="request id 'a' is in use"):
+        story.submit("a", [1])
+    story.engine.release_handoff("a")
+    story.submit("a", [1], max_tokens=1)
+
+
+def test_sizes_out_of_range_are_named():
+    with pytest.raises(ConfigError, match="max_model_len is 1"):
+        EngineConfig(1, 1, 1)
+    with pytest.raises(ConfigError, match="lease_s is 0"):
+        EngineConfig(1, 1, 2, 0)
+
+
+# --- prefill here, decode there ---------------------------------------------------------------------
+
+
+def test_a_kept_prompt_holds_its_blocks_until_it_is_released():
+    story = Story()
+    story.submit("p", [1, 2, 3, 4, 5], max_tokens=1, keep=True)
+    story.run()
+    finish = story.finish("p")
+    assert (finish.kept.tokens, len(finish.kept.blocks)) == (5, 2)
+    assert finish.prompt_counts.complete
+    assert finish.kept.expires_s == story.clock.now() + 30
+    assert story.kv[list(finish.kept.blocks)].reshape(-1)[:5].tolist() == [1, 2, 3, 4, 5]
+    story.run()
+    assert (story.pool.held, story.engine.stats().kept) == (2, 1)
+    assert story.engine.release_handoff("p") is True
+    assert story.engine.release_handoff("p") is False
+    story.run()
+    assert (story.pool.held, story.engine.stats().kept) == (0, 0)
+
+
+def test_a_lease_runs_out_unless_it_is_renewed():
+    story = Story(lease_s=10)
+    story.submit("p", [1, 2, 3], max_tokens=1, keep=True)
+    story.run()
+    story.clock.advance(9)
+    assert story.engine.renew_handoff("p") is True
+    story.clock.advance(9.9)
+    story.run()
+    assert story.pool.held == 1
+    story.clock.advance(0.1)
+    story.run()
+    assert story.pool.held == 0
+    assert story.engine.renew_handoff("p") is False
+
+
+def test_an_aborted_prefill_keeps_nothing():
+    story = Story(step_tokens=4, running=4)
+    story.submit("p", [1] * 12, max_tokens=1, keep=True)
+    story.engine.step()
+    story.engine.abort("p")
+    story.run()
+    assert story.finish("p").kept is None
+    story.submit("q", [1] * 12, max_tokens=1, keep=True)
+    story.run()
+    story.engine.abort("q")  # too late for its reply, in time for its blocks
+    story.run()
+    assert story.pool.held == 0
+
+
+@pytest.mark.parametrize("length", [1, 4, 7, 8, 9])
+def test_a_loaded_prompt_decodes_as_one_computed_here(length):
+    prompt = [1, 2, 3, 4, 5, 6, 0, 1, 2][:length]
+    params = {"temperature": 1.0, "seed": 5, "max_tokens": 9}
+    story = Story()
+    story.submit("d", prompt, load_tokens=length, asked=wire.ASK_IDS, **params)
+    story.run()
+    assert (story.engine.stats().loading, story.engine.stats().running) == (1, 0)
+    (job,) = story.jobs
+    assert (job.first, len(job.blocks)) == (0, -(-length // BLOCK))
+    story.fill(job, prompt)
+    story.engine.loaded("d")
+    story.run()
+    assert story.tokens("d") == expected_tokens(prompt, SamplingParams(**params))
+    finish = story.finish("d")
+    assert (finish.prompt_counts.tokens, finish.prompt_counts.covered) == (length, 1)  # the last is computed here
+    assert np.array_equal(finish.prompt_counts.counts, counts_of(prompt, length - 1, length))
+    assert story.model.forwarded == len(story.tokens("d"))
+    assert story.pool.held == 0
+
+
+def test_only_what_is_not_cached_is_loaded():
+    prompt = PROMPTS[0]
+    story = Story()
+    story.submit("here", prompt, max_tokens=1)
+    story.run()
+    story.submit("d", [*prompt[:6], 6, 6, 6], load_tokens=9, max_tokens=2, ignore_eos=True)
+    story.run()
+    (job,) = story.jobs
+    assert (job.first, len(job.blocks)) == (1, 2)
+    story.fill(job, [*prompt[:6], 6, 6, 6])
+    story.engine.loaded("d")
+    story.run()
+    assert story.finish("d").cached_tokens == 4
+
+
+def test_a_failed_load_fails_its_request_and_nothing_else():
+    story = Story()
+    story.submit("bad", PROMPTS[0], load_tokens=9, max_tokens=2)
+    story.submit("good", PROMPTS[0], max_tokens=2)
+    story.run()
+    story.engine.load_failed("bad", "the lease ran out")
+    story.run()
+    assert (story.finish("bad").reason, story.finish("bad").problem) == ("error", "the lease ran out")
+    assert story.finish("good").reason in ("length", "stop")
+    assert story.tokens("good") == expected_tokens(PROMPTS[0], SamplingParams(temperature=0, max_tokens=2))
+    assert story.pool.held == 0
+
+
+def test_blocks_of_an_aborted_load_are_free_when_nothing_writes_to_them_any_more():
+    story = Story()
+    for name in ("a", "b"):
+        story.submit(name, PROMPTS[0], load_tokens=9)
+    story.run()
+    story.engine.abort("a")
+    story.engine.abort("b")
+    story.run()
+    assert (story.finish("a").reason, story.finish("b").reason) == ("abort", "abort")
+    assert story.pool.held == 6
+    story.engine.loaded("a")
+    story.engine.load_failed("b", "gone")
+    story.run()
+    assert story.pool.held == 0
+    story.submit("c", PROMPTS[0], max_tokens=1)  # what was or was not loaded is not found
+    story.run()
+    assert story.finish("c").cached_tokens == 0
+
+
+# --- scripts of everything --------------------------------------------------------------------------
+
+
+class Script:
+    """Random requests, aborts, loads, releases and waits."""
+
+    def __init__(self, seed, blocks):
+        self.rng = np.random.default_rng(seed)
+        limits = {"running": int(self.rng.integers(1, 9)), "step_tokens": int(self.rng.integers(9, 40))}
+        self.story = Story(blocks, lease_s=5.0, max_model_len=60, **limits)
+        self.params, self.prompts, self.aborted, self.failed = {}, {}, set(), set()
+
+    def submit(self):
+        number, kind = len(self.prompts), self.rng.random()
+        stem = PROMPTS[int(self.rng.integers(len(PROMPTS)))]
+        prompt = stem[: int(self.rng.integers(1, len(stem) + 1))] + self.rng.integers(0, 3, 2).tolist()
+        fields = params_of(number, max_tokens=int(self.rng.integers(6, 16)))
+        if kind < 0.3:
+            fields |= {"load_tokens": len(prompt)}
+        elif kind < 0.5:
+            fields |= {"keep": True, "max_tokens": 1, "min_tokens": 0}
+        name = f"s{number}"
+        self.prompts[name], self.params[name] = prompt, fields
+        self.story.submit(name, prompt, asked=wire.ASK_COUNTS, **fields)
+
+    def abort(self):
+        name = f"s{self.rng.integers(len(self.prompts))}"
+        self.aborted.add(name)
+        self.story.engine.abort(name)
+
+    def end_load(self, number):
+        job = self.story.jobs.pop(number)
+        if self.rng.random() < 0.2:
+            self.failed.add(job.request_id)
+            self.story.engine.load_failed(job.request_id, "lost")
+        else:
+            self.story.fill(job, self.prompts[job.request_id])
+            self.story.engine.loaded(job.request_id)
+
+    def act(self):
+        kind = self.rng.random()
+        if kind < 0.25:
+            self.submit()
+        elif kind < 0.35 and self.prompts:
+            self.abort()
+        elif kind < 0.45 and self.story.jobs:
+            self.end_load(int(self.rng.integers(len(self.story.jobs))))
+        elif kind < 0.5 and self.prompts:
+            self.story.engine.release_handoff(f"s{self.rng.integers(len(self.prompts))}")
+        elif kind < 0.55:
+            self.story.clock.advance(1.0)
+        else:
+            self.story.engine.step()
+            self.story.pool.check()
+
+    def wind_down(self):
+        while self.story.engine.stats().kv_usage or self.story.engine.step():
+            self.story.run()
+            self.story.clock.advance(5.0)
+            while self.story.jobs:
+                self.end_load(0)
+
+    def check(self):
+        stats = self.story.engine.stats()
+        assert (stats.waiting, stats.running, stats.loading, stats.kept, stats.kv_usage) == (0, 0, 0, 0, 0)
+        assert sum(stats.finished.values()) == len(self.prompts)
+        for name, prompt in self.prompts.items():
+            self.check_one(name, prompt, self.story.finish(name))
+
+    def check_one(self, name, prompt, finish):
+        fields = {key: value for key, value in self.params[name].items() if key not in ("load_tokens", "keep")}
+        tokens, expected = self.story.tokens(name), expected_tokens(prompt, SamplingParams(**fields))
+        if finish.reason in ("abort", "error"):
+            assert name in self.aborted | self.failed
+            assert tokens == expected[: len(tokens)]
+        else:
+            assert tokens == expected
+            truth = counts_of(prompt, 0, len(prompt))
+            counts = finish.prompt_counts
+            assert (counts.counts <= truth).all()
+            assert counts.complete == np.array_equal(counts.counts, truth)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_nothing_is_lost_and_nothing_is_wrong_in_a_random_script(seed):
+    script = Script(seed, blocks=[18, 24, 60][seed % 3])
+    for _ in range(300):
+        script.act()
+    script.wind_down()
+    script.check()
+
+
+def test_two_hundred_aborts_leave_no_block():
+    script = Script(99, blocks=30)
+    while len(script.aborted) < 200:
+        script.submit()
+        for _ in range(int(script.rng.integers(1, 6))):
+            script.act()
+        script.abort()
+    script.wind_down()
+    script.check()
+    assert script.story.engine.stats().finished["abort"] > 50
+
+
+# --- a thread of its own ----------------------------------------------------------------------------
+
+
+def wait_for(condition):
+    import time
+
+    for _ in range(5000):
+        if condition():
+            return
+        time.sleep(0.001)
+    raise AssertionError("it did not happen")
+
+
+def test_a_running_engine_serves_and_ends_what_is_left_when_closed():
+    story = Story(lease_s=0.01)
+    story.engine.start()
+    story.submit("a", [1, 2], max_tokens=3, ignore_eos=True)
+    wait_for(lambda: story.heard["a"] and story.heard["a"][-1].finish)
+    story.submit("waits", [1, 2], load_tokens=2)
+    wait_for(lambda: story.jobs)
+    story.engine.close()
+    assert story.finish("a").reason == "length"
+    assert (story.finish("waits").reason, story.finish("waits").problem) == (
+        "error",
+        "the engine has stopped: it was closed",
+    )
+    with pytest.raises(EngineError, match="the engine has stopped: it was closed"):
+        story.submit("b", [1])
+
+
+def test_a_failing_step_ends_every_request_with_the_reason(caplog):
+    story = Story()
+    story.model.forward = lambda batch, kv: 1 / 0
+    story.engine.start()
+    story.submit("a", [1, 2])
+    wait_for(lambda: story.heard["a"] and story.engine.problem)
+    assert story.finish("a").problem == "the engine has stopped: a step failed: division by zero"
+    assert "the engine stops: a step failed" in caplog.text
+    story.engine.close()
+
+
+def test_an_idle_engine_takes_blocks_back_when_their_lease_runs_out():
+    from coterie.clock import SystemClock
+
+    story = Story(lease_s=0.05)
+    story.engine._clock = SystemClock()
+    story.engine.start()
+    story.submit("p", [1, 2], max_tokens=1, keep=True)
+    wait_for(lambda: story.heard["p"])
+    wait_for(lambda: story.pool.held == 0)
+    story.engine.close()
