@@ -1,0 +1,39 @@
+"""Sentences and tables on a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table as RichTable
+
+from coterie.report.tables import Table, printable
+
+
+def show(sentences: Sequence[str], tables: Sequence[Table], width: int) -> None:
+    """Print to stdout: sentences, the first one bold, then tables.
+
+    Args:
+        sentences: what to say first.
+        tables: what follows.
+        width: of what is printed; less on a narrower terminal.
+    """
+    console = Console(highlight=False, markup=False)
+    console.width = min(console.width, width) if console.is_terminal else width
+    for i, text in enumerate(sentences):
+        console.print(text, style="bold" if i == 0 else None)
+    for table in tables:
+        console.print()
+        console.print(table.title, style="bold")
+        console.print(_rich(table))
+        if table.note:
+            console.print(printable(table.note), style="dim")
+
+
+def _rich(table: Table) -> RichTable:
+    drawn = RichTable(box=None, pad_edge=False, show_header=any(name for name, _ in table.headings))
+    for name, right in table.headings:
+        drawn.add_column(name, justify="right" if right else "left", overflow="fold")
+    for row in table.rows:
+        drawn.add_row(*map(printable, row))
+    return drawn
