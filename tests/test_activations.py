@@ -167,6 +167,12 @@ def test_selection_of_nothing_or_beyond_the_end_is_refused(trace):
             trace.select([0, wrong])
 
 
+@pytest.mark.parametrize("wrong", [np.array([True, False, True]), [0.5, 1.5], [[0, 1]], ["a"]])
+def test_a_selection_by_anything_but_positions_is_refused(trace, wrong):
+    with pytest.raises(TraceError, match=r"a list of whole numbers, .*np\.flatnonzero"):
+        trace.select(wrong)
+
+
 # --- files --------------------------------------------------------------------------------------------
 
 

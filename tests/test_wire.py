@@ -133,6 +133,10 @@ def as_object(ids):
     return {"data": base64.b64encode(ids.astype("<u2").tobytes()).decode(), "shape": list(ids.shape), "dtype": "uint16"}
 
 
+def npy_with(header):
+    return base64.b64encode(b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header.encode()).decode()
+
+
 @pytest.mark.parametrize("write", [as_npy, as_int32, as_object, lambda ids: ids.tolist()])
 def test_every_engine_format_gives_the_same_ids(write):
     ids = random_ids(np.random.default_rng(3), 7)
@@ -177,6 +181,12 @@ GOOD = [[[0, 1], [2, 3]], [[1, 2], [3, 0]]]
         ({"data": "AAAA", "shape": [2, 2, 2], "dtype": "int32"}, "do not hold"),
         ({"data": "", "shape": [0, 2, 2], "dtype": "object"}, "dtype 'object'"),
         ({"data": "", "shape": "2", "dtype": "int32"}, "not a list of whole numbers"),
+        ({"data": "", "shape": [0, 2, 2], "dtype": []}, "dtype .* is not one of"),
+        ({"data": "", "shape": [0, 10**30], "dtype": "int32"}, "is of no array"),
+        ({"data": "", "shape": [0] * 99, "dtype": "int32"}, "is of no array"),
+        (npy_with("{'descr': '|u1', 'fortran_order': False, 'shape': (0, -1)}"), "is of no array"),
+        (npy_with("((("), "not a valid .npy"),
+        (npy_with("'" * 3), "not a valid .npy"),
     ],
 )
 def test_damaged_rows_are_refused_by_name(payload, message):

@@ -109,12 +109,18 @@ class ActivationTrace:
         """The trace of some requests, in the order given.
 
         Args:
-            requests: positions from 0 to N - 1.
+            requests: positions from 0 to N - 1, at least one.
 
         Raises:
-            TraceError: a position is out of range.
+            TraceError: a position is out of range, or these are no positions (of a mask take `np.flatnonzero`).
         """
-        chosen = np.asarray(requests, dtype=np.int64)
+        given = np.asarray(requests)
+        if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
+            raise TraceError(
+                f"trace: positions of requests are a list of whole numbers, not {given.dtype} of shape {given.shape}; "
+                "of a mask take np.flatnonzero(mask)"
+            )
+        chosen = given.astype(np.int64)
         if wrong := [int(i) for i in chosen if not 0 <= i < len(self)]:
             raise TraceError(f"trace: no request {wrong[0]} among {len(self)}")
         arrays = {name: getattr(self, name) for name in _PER_REQUEST}
@@ -212,16 +218,23 @@ def build_trace(model: str, records: Sequence[TraceRecord]) -> ActivationTrace:
         geometry,
         prefill=_stack([record.prompt for record in records]),
         decode=_stack([record.output for record in records]),
-        prefill_tokens=np.array([record.prompt.tokens for record in records], dtype=np.int64),
-        prefill_covered=np.array([record.prompt.covered for record in records], dtype=np.int64),
-        decode_tokens=np.array([record.output_tokens for record in records], dtype=np.int64),
-        decode_covered=np.array([record.output.covered for record in records], dtype=np.int64),
+        prefill_tokens=_lengths("prefill_tokens", [record.prompt.tokens for record in records]),
+        prefill_covered=_lengths("prefill_covered", [record.prompt.covered for record in records]),
+        decode_tokens=_lengths("decode_tokens", [record.output_tokens for record in records]),
+        decode_covered=_lengths("decode_covered", [record.output.covered for record in records]),
         prompt_hashes=tuple(record.prompt_hash for record in records),
         labels=tuple(record.label for record in records),
         decode_ids=_join_ids(_of_all(records, "decode_ids"), geometry),
         gate_prob=_stack_gates(_of_all(records, "gate_prob")),
         gate_logit=_stack_gates(_of_all(records, "gate_logit")),
     )
+
+
+def _lengths(name: str, lengths: Sequence[int]) -> Lengths:
+    for i, length in enumerate(lengths):
+        if not 0 <= length <= _MOST_TOKENS:  # before the array, which holds no number of more than 64 bits
+            raise TraceError(f"trace: request {i}: {name} is {length}: a length is from 0 to {_MOST_TOKENS}")
+    return np.array(lengths, dtype=np.int64)
 
 
 def _of_all(records: Sequence[TraceRecord], name: str) -> list[npt.NDArray[Any]] | None:
@@ -242,6 +255,8 @@ def _join_ids(parts: list[npt.NDArray[Any]] | None, geometry: ModelGeometry) -> 
     for i, ids in enumerate(parts):
         if ids.shape[1:] != (geometry.layers, geometry.top_k):
             raise TraceError(f"trace: request {i}: decode_ids has shape {ids.shape}, not (tokens, L, top_k)")
+        if ids.dtype.kind not in "iu":
+            raise TraceError(f"trace: request {i}: decode_ids has dtype {ids.dtype}, not whole numbers")
         try:
             check_ids(ids, geometry)  # before the cast, which would wrap what does not fit
         except InputError as error:

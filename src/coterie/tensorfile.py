@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -24,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from coterie.errors import InputError
+from coterie.files import replacing
 
 _KEY = "coterie"
 _DTYPES = {"U8", "U16", "U32", "I64", "F32"}
@@ -69,23 +69,18 @@ class TensorFormat(Generic[Header]):
             InputError: (the format's `error`) the file cannot be written.
         """
         target = Path(path)
-        unfinished = target.with_name(f".{target.name}.{os.getpid()}.tmp")
         envelope = _Envelope(self.name, self.version, msgspec.Raw(msgspec.json.encode(header)))
         metadata = {_KEY: msgspec.json.encode(envelope).decode()}
         try:
-            unfinished.touch()
-            mode = unfinished.stat().st_mode  # safetensors makes files that only their owner may read
-            save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, unfinished, metadata)
-            unfinished.chmod(mode)
-            _flush(unfinished)
-            unfinished.replace(target)
+            with replacing(target) as unfinished:
+                unfinished.touch()
+                mode = unfinished.stat().st_mode  # safetensors makes files that only their owner may read
+                save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, unfinished, metadata)
+                unfinished.chmod(mode)
         except OSError as error:
             raise self.error(f"{target}: cannot be written: {error.strerror or error}") from None
-        except SafetensorError as error:
+        except (SafetensorError, InputError) as error:
             raise self.error(f"{target}: cannot be written: {error}") from None
-        finally:
-            with suppress(OSError):  # it is there only if something went wrong
-                unfinished.unlink()
 
     def read(self, path: str | os.PathLike[str]) -> tuple[Header, dict[str, Array]]:
         """Read a file's header and arrays.
@@ -157,11 +152,6 @@ def format_of(path: str | os.PathLike[str]) -> str | None:
             return msgspec.json.decode(metadata.get(_KEY, ""), type=_Envelope).format
     except (OSError, SafetensorError, msgspec.DecodeError, RecursionError):
         return None
-
-
-def _flush(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
 
 
 def _brief(text: str) -> str:

@@ -266,15 +266,15 @@ def _parse_npy(data: bytes) -> Ids:
         version = np.lib.format.read_magic(stream)
         read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
         shape, fortran, dtype = read_header(stream)
-    except ValueError as error:
-        raise WireError(f"routed experts: not a valid .npy: {error}") from None
+    except Exception as error:  # numpy parses the header as Python's source, which fails in many ways
+        raise WireError(f"routed experts: not a valid .npy: {_brief(str(error))}") from None
     if fortran or dtype.name not in _ID_DTYPES:
         raise WireError(f"routed experts: .npy of dtype {dtype} (order {'F' if fortran else 'C'}) is not accepted")
     # checked before numpy allocates: the header may lie about the size
     body = memoryview(data)[stream.tell() :]
     if math.prod(shape) * dtype.itemsize != len(body):
         raise WireError(f"routed experts: .npy of shape {shape} {dtype} does not match its {len(body)} bytes")
-    return np.frombuffer(body, dtype=dtype).reshape(shape)
+    return shaped(body, dtype, shape, "routed experts")
 
 
 def _parse_int32(data: bytes, rows: int, top_k: int) -> Ids:
@@ -290,11 +290,23 @@ def _parse_object(payload: Mapping[Any, Any], max_bytes: int) -> Ids:
     shape, name = payload["shape"], payload["dtype"]
     if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
         raise WireError(f"routed experts: shape {_brief(shape)} is not a list of whole numbers")
-    if name not in _ID_DTYPES:
+    if not isinstance(name, str) or name not in _ID_DTYPES:
         raise WireError(f"routed experts: dtype {_brief(name)} is not one of {', '.join(sorted(_ID_DTYPES))}")
     dtype = np.dtype(name).newbyteorder("<")
     data = _decode_base64(payload["data"], math.prod(shape) * dtype.itemsize, max_bytes, "routed experts")
-    return np.frombuffer(data, dtype=dtype).reshape(shape)
+    return shaped(data, dtype, shape, "routed experts")
+
+
+def shaped(data: bytes | memoryview, dtype: np.dtype[Any], shape: Sequence[int], what: str) -> npt.NDArray[Any]:
+    """The array of a shape from another process, whose product was found to fit the data.
+
+    Raises:
+        WireError: numpy has no array of this shape: a negative or huge number beside a zero, or too many of them.
+    """
+    try:
+        return np.frombuffer(data, dtype=dtype).reshape(shape)
+    except (ValueError, OverflowError) as error:
+        raise WireError(f"{what}: shape {_brief(list(shape))} is of no array: {error}") from None
 
 
 def _parse_lists(payload: list[Any], rows: int, top_k: int) -> Ids:

@@ -322,6 +322,47 @@ def test_counts_that_break_conservation_are_refused_and_not_kept(collection):
     assert collection.partial.read_bytes().count(b"\n") == 1  # the header alone
 
 
+def of_fewer_layers(reply):
+    for key in ("coterie", "coterie_output"):
+        one_layer = ExpertCounts(ModelGeometry(1, 8, 2), np.array([[3, 3, 0, 0, 0, 0, 0, 0]], np.uint8), 3, 3)
+        reply["kv_transfer_params"][key] = encode_counts(one_layer)
+    return 200, reply
+
+
+def of_length(tokens):
+    def change(reply):
+        reply["usage"]["completion_tokens"] = tokens
+        return 200, reply
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (of_fewer_layers, "1 layers x 8 experts, top-2, request 0 with 2 layers"),
+        (of_length(3), "decode_covered is 4: the output has fewer forwarded tokens"),
+        (of_length(10**30), "decode_tokens is 10+: a length is from 0 to"),
+    ],
+)
+def test_an_answer_that_fits_no_trace_is_refused_at_once_and_not_kept(collection, change, problem):
+    collection.engine.script = {2: change}
+    with pytest.raises(EngineError, match=rf"prompts.jsonl:\d: what was recorded fits no trace: .*{problem}"):
+        collection.run(concurrency=1)
+    assert collection.partial.read_bytes().count(b"\n") == 2  # the header and the first request
+    assert len(collection.run()) == len(LINES)
+
+
+def test_prompts_are_never_overwritten(collection):
+    before = collection.prompts.read_bytes()
+    partial = collection.prompts.rename(collection.prompts.with_suffix(".partial"))
+    for prompts, output in ((partial, partial), (partial, partial.with_suffix(""))):
+        with pytest.raises(InputError, match=r"prompts\.partial is read by this command"):
+            collection.run(prompts=prompts, output=output, force=True)
+        assert prompts.read_bytes() == before
+    assert collection.engine.bodies == []
+
+
 def test_an_unreachable_server_is_named(collection):
     with pytest.raises(EngineError, match=r"http://127.0.0.1:9/v1/models cannot be reached"):
         collection.run(server="http://127.0.0.1:9")
@@ -519,6 +560,8 @@ def test_a_partial_of_another_source_is_refused(collection):
         ({"dtype": "|O8"}, "not one of"),
         ({"shape": [4, 2, 3]}, "do not fill"),
         ({"shape": [-1, 2, 2]}, "do not fill"),
+        ({"shape": [0, 10**30], "data": ""}, "is of no array"),
+        ({"dtype": "<f4", "shape": [2, 2, 2], "data": "A" * 43 + "="}, "not whole numbers"),
         ({"data": "AAAA"}, "do not fill"),
         ({"data": "?"}, "base64"),
         ({"more": 1}, "unknown field"),

@@ -1,9 +1,11 @@
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from coterie.activations import ActivationTrace
 from coterie.calibration import Profile
 from coterie.cli import main
 from traces import tiny_moe_trace
@@ -140,6 +142,25 @@ def test_an_existing_profile_is_overwritten_only_by_force(trace, tmp_path, capsy
     assert output.read_text() == "precious"
     assert run(trace, "--clusters", "2", "--output", str(output), "--force", "--starts", "1", "--pairs", "100") == 0
     assert Profile.load(output).clusters == 2
+
+
+def test_no_input_is_overwritten_even_by_force(few, trace, donor, capsys):
+    for output in (few, trace, donor):
+        before = Path(output).read_bytes()
+        given = ["--clusters", "4", "--like", donor, "--like-trace", trace, "--output", output, "--force"]
+        assert run(few, *given) == 1
+        assert f"{output} is read by this command" in capsys.readouterr().err
+        assert Path(output).read_bytes() == before
+
+
+def test_control_characters_of_labels_and_model_do_not_reach_the_terminal(trace, tmp_path, capsys):
+    loaded = ActivationTrace.load(trace).select(range(64))
+    evil = replace(loaded, model="\x1b]0;m\x07", labels=("\x1b[31m\u202ered\n",) * len(loaded))
+    evil.save(tmp_path / "evil.trace")
+    assert run(str(tmp_path / "evil.trace"), "--clusters", "2", "--output", str(tmp_path / "out")) == 0
+    shown = capsys.readouterr().out
+    assert "red" in shown
+    assert all(c == "\n" or c.isprintable() for c in shown)
 
 
 def test_a_bad_trace_is_one_message_and_writes_nothing(tmp_path, capsys):

@@ -79,7 +79,8 @@ def test_a_profile_alone_is_described(files, tmp_path, capsys):
         (["a.trace", "--clusters", 3, "--profile", "a.profile"], "give one of the two"),
         (["no.trace"], "no.trace: cannot be read"),
         (["a.trace", "--html", "nowhere/out.html"], "there is no folder nowhere"),
-        (["a.trace", "--html", "a.trace"], "would replace what is to be inspected"),
+        (["a.trace", "--html", "a.trace"], "a.trace is read by this command"),
+        (["a.trace", "--profile", "a.profile", "--html", "a.profile"], "a.profile is read by this command"),
     ],
 )
 def test_what_cannot_be_done_is_one_message(files, arguments, message, capsys, monkeypatch):

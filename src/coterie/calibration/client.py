@@ -106,7 +106,7 @@ class EngineClient:
     def _object(self, path: str, content: bytes) -> dict[str, Any]:
         try:
             return msgspec.json.decode(content, type=dict[str, Any])
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, RecursionError) as error:
             raise EngineError(f"{self.server}{path} answered with something else than JSON: {error}") from None
 
     async def __aenter__(self) -> EngineClient:
@@ -131,5 +131,5 @@ def _said(content: bytes) -> str:
     try:
         reply = msgspec.json.decode(content)
         return str(reply["error"]["message"])[:_SAID_BYTES]
-    except (msgspec.DecodeError, KeyError, TypeError):
+    except (msgspec.DecodeError, RecursionError, KeyError, TypeError):
         return content[:_SAID_BYTES].decode("utf-8", "replace") or "(no text)"

@@ -14,11 +14,12 @@ from typing import Protocol
 
 import numpy as np
 
-from coterie.activations import ActivationTrace, build_trace
+from coterie.activations import ActivationTrace, TraceRecord, build_trace
 from coterie.calibration.journal import Header, Journal
-from coterie.calibration.prompts import read_prompts
+from coterie.calibration.prompts import Prompt, read_prompts
 from coterie.calibration.source import Source
-from coterie.errors import InputError
+from coterie.errors import EngineError, InputError, TraceError
+from coterie.files import check_target
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,14 +73,17 @@ async def run_collect(source: Source, options: CollectOptions, reporter: Reporte
     async with source:
         model = await source.model()
         header = Header(model, file.digest, options.max_tokens, source.records)
-        with Journal(options.output.with_name(options.output.name + ".partial"), header, file) as journal:
+        with Journal(_partial(options), header, file) as journal:
             journal.load(restart=options.force, notice=reporter.notice)
             reporter.begin(len(file.prompts), len(journal.records))
             ahead = _shuffled([i for i in range(len(file.prompts)) if i not in journal.records], options.seed)
 
             async def work() -> None:
                 for position in ahead:  # shared by all workers
-                    journal.add(position, await source.record(file.prompts[position], options.max_tokens))
+                    prompt = file.prompts[position]
+                    record = await source.record(prompt, options.max_tokens)
+                    _check_record(record, journal, prompt)
+                    journal.add(position, record)
                     reporter.advance()
 
             await _run(work, options.concurrency)
@@ -89,6 +93,10 @@ async def run_collect(source: Source, options: CollectOptions, reporter: Reporte
             return trace
 
 
+def _partial(options: CollectOptions) -> Path:
+    return options.output.with_name(options.output.name + ".partial")
+
+
 def _check(options: CollectOptions) -> None:
     if options.max_tokens < 2:
         raise InputError(f"max_tokens is {options.max_tokens}; the last token is never forwarded, so at least 2")
@@ -96,8 +104,15 @@ def _check(options: CollectOptions) -> None:
         raise InputError(f"concurrency is {options.concurrency}; at least 1")
     if options.output.exists() and not options.force:
         raise InputError(f"{options.output} exists; name another file, or pass --force to replace it")
-    if not options.output.parent.is_dir():
-        raise InputError(f"{options.output}: there is no folder {options.output.parent}")
+    for written in (options.output, _partial(options)):
+        check_target(written, [options.prompts])
+
+
+def _check_record(record: TraceRecord, journal: Journal, prompt: Prompt) -> None:
+    try:
+        journal.check(record)
+    except TraceError as error:
+        raise EngineError(f"{prompt.where}: what was recorded fits no trace: {error}") from None
 
 
 def _shuffled(positions: list[int], seed: int) -> Iterator[int]:

@@ -19,10 +19,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from coterie.activations import TraceRecord
+from coterie.activations import TraceRecord, build_trace
 from coterie.calibration.prompts import PromptFile
 from coterie.errors import InputError, TraceError
-from coterie.wire import decode_counts, encode_counts
+from coterie.wire import decode_counts, encode_counts, shaped
 
 _DTYPES = frozenset({"|u1", "<u2", "<u4", "<i2", "<i4", "<i8", "<f4"})
 
@@ -75,9 +75,9 @@ class Numbers(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.dtype not in _DTYPES:
             raise InputError(f"an array of dtype {self.dtype[:20]!r}, not one of {', '.join(sorted(_DTYPES))}")
         dtype = np.dtype(self.dtype)
-        if min(self.shape, default=0) < 0 or math.prod(self.shape) * dtype.itemsize != len(self.data):
+        if math.prod(self.shape) * dtype.itemsize != len(self.data):
             raise InputError(f"{len(self.data)} bytes do not fill an array of shape {self.shape} {dtype}")
-        return np.frombuffer(self.data, dtype).reshape(self.shape)
+        return shaped(self.data, dtype, self.shape, "array")
 
 
 class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -184,6 +184,15 @@ class Journal:
         if not whole:
             self._append(self._header)
 
+    def check(self, record: TraceRecord) -> None:
+        """See that one trace can hold a record beside those before it: found at the end, it would cost the trace.
+
+        Raises:
+            TraceError: it contradicts itself, or is not like the first one (request 0 in the message).
+        """
+        first = next(iter(self.records.values()), record)
+        build_trace(self._header.model, [first, record])
+
     def add(self, position: int, record: TraceRecord) -> None:
         """Keep a finished request; it is on disk when this returns.
 
@@ -199,7 +208,7 @@ class Journal:
 
     def remove(self) -> None:
         """Delete the file: the trace took its place."""
-        self._path.unlink()
+        self._path.unlink(missing_ok=True)
 
     def _append(self, item: Header | Entry) -> None:
         try:
@@ -214,7 +223,7 @@ class Journal:
     def _header_fits(self, line: bytes, restart: bool) -> bool:
         try:
             found = _headers.decode(line)
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, RecursionError):
             found = None
         if found == self._header:
             return True
@@ -228,8 +237,10 @@ class Journal:
     def _take_up(self, line: bytes, number: int) -> None:
         try:
             entry = _entries.decode(line)
-            self.records[entry.position] = entry.record(self._prompts)
-        except (msgspec.DecodeError, InputError) as error:
+            record = entry.record(self._prompts)
+            self.check(record)
+            self.records[entry.position] = record
+        except (msgspec.DecodeError, RecursionError, InputError) as error:
             raise TraceError(
                 f"{self._path}:{number} is damaged ({error}); delete the file to collect from the start"
             ) from None

@@ -18,7 +18,9 @@ from coterie.calibration import Profile, transfer
 from coterie.calibration import fit as fit_profile
 from coterie.calibration.fit import Layers, Progress
 from coterie.errors import ConfigError
+from coterie.files import check_target
 from coterie.quality import DEFAULT_PAIRS, Rho
+from coterie.report.tables import printable
 from coterie.signature import KINDS, Kind
 
 _PATH = click.Path(path_type=Path, dir_okay=False)
@@ -101,8 +103,7 @@ def fit(as_json: bool, **given: Any) -> None:
 def _check(options: _Options) -> None:
     if options.output.exists() and not options.force:
         raise ConfigError(f"{options.output} exists; give another --output, or --force to overwrite it")
-    if not options.output.parent.is_dir():
-        raise ConfigError(f"{options.output}: there is no folder {options.output.parent}")
+    check_target(options.output, [one for one in (options.trace, options.like, options.like_trace) if one])
     if (options.like is None) != (options.like_trace is None):
         raise ConfigError("--like and --like-trace belong together: a profile, and the trace that it was fitted to")
     if options.like and options.starts:
@@ -170,11 +171,11 @@ def _show(profile: Profile, output: Path) -> None:
     for column in (0, 1):
         table.columns[column].justify = "right"
     for k, size in enumerate(profile.sizes):
-        table.add_row(str(k), str(size), _mix(profile, k))
+        table.add_row(str(k), str(size), printable(_mix(profile, k)))
     console = Console(highlight=False, markup=False)
     console.print(table)
     for line in _lines(profile):
-        console.print(line, soft_wrap=True)
+        console.print(printable(line), soft_wrap=True)
     console.print(f"wrote {output}", soft_wrap=True)
 
 

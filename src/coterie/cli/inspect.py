@@ -13,18 +13,19 @@ import msgspec
 import numpy as np
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table as RichTable
 
 from coterie.activations import ActivationTrace
 from coterie.analysis import inspect_profile, inspect_trace
 from coterie.analysis.inspection import DEFAULT_CLUSTERS
 from coterie.calibration import Profile
+from coterie.cli.show import show
 from coterie.errors import ConfigError
+from coterie.files import check_target
 from coterie.report import profile as of_profile
 from coterie.report import svg
 from coterie.report import trace as of_trace
 from coterie.report.page import write
-from coterie.report.tables import Table, printable
+from coterie.report.tables import Table
 from coterie.tensorfile import format_of
 
 _PATH = click.Path(path_type=Path, dir_okay=False)
@@ -57,7 +58,8 @@ def inspect(
     where --profile was fitted to another trace.
     """
     if html:
-        _check_page(html, [path for path in (file, profile) if path])
+        svg.check()
+        check_target(html, [path for path in (file, profile) if path])
     if format_of(file) == "profile":
         if profile or clusters:
             raise ConfigError(f"{file} is a profile; --profile and --clusters go with a trace")
@@ -68,17 +70,10 @@ def inspect(
         write(html, report.page())
     if as_json:
         click.echo(msgspec.json.encode(report.value, enc_hook=_plain))
-    else:
-        _show(report, html)
-
-
-def _check_page(html: Path, inputs: Sequence[Path]) -> None:
-    """Before time is spent: can the page be made and written, and is it no input?"""
-    svg.check()
-    if not html.parent.is_dir():
-        raise ConfigError(f"--html {html}: there is no folder {html.parent}")
-    if html.exists() and any(path.exists() and html.samefile(path) for path in inputs):
-        raise ConfigError(f"--html {html} would replace what is to be inspected; name another file")
+        return
+    show(report.answer, report.tables, _WIDTH)
+    if html:
+        click.echo(f"\nwrote {html}")
 
 
 def _of_profile(file: Path) -> _Report:
@@ -111,27 +106,3 @@ def _plain(value: object) -> Any:
     """Arrays as lists and numpy's numbers as Python's; msgspec writes NaN as null."""
     assert isinstance(value, np.ndarray | np.generic)
     return value.tolist()
-
-
-def _show(report: _Report, html: Path | None) -> None:
-    console = Console(highlight=False, markup=False)
-    console.width = min(console.width, _WIDTH) if console.is_terminal else _WIDTH
-    for i, text in enumerate(report.answer):
-        console.print(text, style="bold" if i == 0 else None)
-    for table in report.tables:
-        console.print()
-        console.print(table.title, style="bold")
-        console.print(_rich(table))
-        if table.note:
-            console.print(printable(table.note), style="dim")
-    if html:
-        console.print(f"\nwrote {html}", soft_wrap=True)
-
-
-def _rich(table: Table) -> RichTable:
-    drawn = RichTable(box=None, pad_edge=False, show_header=any(name for name, _ in table.headings))
-    for name, right in table.headings:
-        drawn.add_column(name, justify="right" if right else "left", overflow="fold")
-    for row in table.rows:
-        drawn.add_row(*map(printable, row))
-    return drawn

@@ -14,7 +14,8 @@ from html import escape
 from pathlib import Path
 
 from coterie.errors import InputError
-from coterie.report.tables import Table
+from coterie.files import replacing
+from coterie.report.tables import Table, printable
 
 SERIES_LIGHT = ("#2a78d6", "#1baf7a", "#eda100", "#008300", "#4a3aa7", "#e34948", "#e87ba4", "#eb6834")
 SERIES_DARK = ("#3987e5", "#199e70", "#c98500", "#2fa32f", "#9085e9", "#e66767", "#d55181", "#d95926")
@@ -86,12 +87,12 @@ def render(title: str, subtitle: str, sections: Sequence[Section]) -> str:
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; img-src data:">
-<title>{escape(title)}</title>
+<title>{_escaped(title)}</title>
 <style>{_STYLE}</style>
 </head>
 <body>
 <main>
-<header><h1>{escape(title)}</h1><p class="note">{escape(subtitle)}</p></header>
+<header><h1>{_escaped(title)}</h1><p class="note">{_escaped(subtitle)}</p></header>
 {body}
 </main>
 </body>
@@ -106,18 +107,16 @@ def write(path: str | os.PathLike[str], page: str) -> None:
         InputError: the file cannot be written.
     """
     target = Path(path)
-    unfinished = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
-        unfinished.write_text(page, encoding="utf-8")
-        unfinished.replace(target)
+        with replacing(target) as unfinished:
+            unfinished.write_text(page, encoding="utf-8")
     except OSError as error:
-        unfinished.unlink(missing_ok=True)
         raise InputError(f"{target}: cannot be written: {error.strerror or error}") from None
 
 
 def _section(section: Section) -> str:
     parts = "\n".join(_part(part) for part in section.parts)
-    return f"<section><h2>{escape(section.title)}</h2>\n{parts}\n</section>"
+    return f"<section><h2>{_escaped(section.title)}</h2>\n{parts}\n</section>"
 
 
 def _part(part: Part) -> str:
@@ -128,26 +127,30 @@ def _part(part: Part) -> str:
         case Bullets():
             return f"<ul>{''.join(f'<li>{_prose(item)}</li>' for item in part.items)}</ul>"
         case Figure():
-            return f"<figure>{part.svg}<figcaption>{escape(part.caption)}</figcaption></figure>"
+            return f"<figure>{part.svg}<figcaption>{_escaped(part.caption)}</figcaption></figure>"
         case Table():
             return _table(part)
 
 
+def _escaped(text: str) -> str:
+    return escape(printable(text))
+
+
 def _prose(text: str) -> str:
     """Escaped, with what is between backticks set as code."""
-    return re.sub("`([^`]+)`", r"<code>\1</code>", escape(text))
+    return re.sub("`([^`]+)`", r"<code>\1</code>", _escaped(text))
 
 
 def _table(table: Table) -> str:
     marks = [' class="figure"' if right else "" for _, right in table.headings]
-    head = "".join(f"<th{mark}>{escape(name)}</th>" for mark, (name, _) in zip(marks, table.headings, strict=True))
+    head = "".join(f"<th{mark}>{_escaped(name)}</th>" for mark, (name, _) in zip(marks, table.headings, strict=True))
     rows = "\n".join(
-        f"<tr>{''.join(f'<td{mark}>{escape(cell)}</td>' for mark, cell in zip(marks, row, strict=True))}</tr>"
+        f"<tr>{''.join(f'<td{mark}>{_escaped(cell)}</td>' for mark, cell in zip(marks, row, strict=True))}</tr>"
         for row in table.rows
     )
     note = f'<p class="note">{_prose(table.note)}</p>' if table.note else ""
     return (
-        f'<div class="table"><table><caption>{escape(table.title)}</caption><thead><tr>{head}</tr></thead>\n'
+        f'<div class="table"><table><caption>{_escaped(table.title)}</caption><thead><tr>{head}</tr></thead>\n'
         f"<tbody>{rows}</tbody></table>{note}</div>"
     )
 
