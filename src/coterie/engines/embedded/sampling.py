@@ -134,24 +134,29 @@ def _sample_row(logits: Floats, draw: Draw) -> int:
 
 
 def _most(values: npt.NDArray[np.float64], count: int) -> Indices:
-    """Ascending indices of the `count` largest values; of equal values the lowest indices."""
-    least = np.partition(values, len(values) - count)[len(values) - count]
-    return _at_least(values, least, count)
+    """Ascending indices of the `count` largest of more values; of equal values the lowest indices."""
+    # The least of the maxima of `count` groups: so many values reach it, and few others, so few are left to compare.
+    bound = values[: len(values) // count * count].reshape(-1, count).max(axis=0).min()
+    candidates = np.flatnonzero(values >= bound)
+    near = values[candidates]
+    least = np.partition(near, len(near) - count)[len(near) - count]
+    return candidates[_at_least(near, least, count)]
 
 
 def _at_least(values: npt.NDArray[np.float64], least: np.float64, count: int) -> Indices:
     """Ascending indices of `count` values, none below `least`, of which there are enough; of the equal, the lowest."""
     above = values > least
-    equal = np.flatnonzero(values == least)[: count - int(above.sum())]
+    equal = np.flatnonzero(values == least)[: count - np.count_nonzero(above)]
     above[equal] = True
     return np.flatnonzero(above)
 
 
 def _nucleus(chances: npt.NDArray[np.float64], top_p: float) -> Indices:
     """Ascending indices of the fewest chances that make up `top_p` of their sum (arXiv 1904.09751)."""
-    ordered = np.sort(chances)[::-1]
-    total = ordered.cumsum()
-    count = min(int(total.searchsorted(top_p * total[-1])) + 1, len(ordered))
+    whole = chances.sum()
+    # Those below this have less than 1 - top_p among them all, so none is needed: few are left to sort.
+    ordered = np.sort(chances[chances >= (1 - top_p) * whole / len(chances)])[::-1]
+    count = min(int(ordered.cumsum().searchsorted(top_p * whole)) + 1, len(ordered))
     return _at_least(chances, ordered[count - 1], count)
 
 
