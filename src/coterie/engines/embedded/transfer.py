@@ -35,7 +35,7 @@ class _Params(msgspec.Struct):
 
 
 class _Body(msgspec.Struct):
-    kv_transfer_params: msgspec.Raw | None = None
+    kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
 
 
 _decoder = msgspec.json.Decoder(_Params)
@@ -78,8 +78,7 @@ def read_transfer(raw: bytes) -> Transfer:
 def read_remote(body: bytes) -> RemoteKv | None:
     """The KV that the body of a refused request names; None where it names none that can be read."""
     try:
-        fields = msgspec.json.decode(body, type=_Body)
-        return None if fields.kv_transfer_params is None else read_transfer(fields.kv_transfer_params).remote
+        return read_transfer(msgspec.json.decode(body, type=_Body).kv_transfer_params).remote
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, RequestError):
         return None
 
