@@ -208,12 +208,11 @@ def test_two_hundred_random_aborts_leave_nothing(cluster):
 
 
 def begin_endless(worker):
-    """A stream that runs until the worker ends, and its lines; the first has come."""
+    """The lines of a stream that runs until the worker ends; the first has come."""
     body = {"prompt": [5, 6], "max_tokens": 1500, "ignore_eos": True, "stream": True}
-    exchange = HTTP.stream("POST", f"{worker.url}/v1/completions", json=body)
-    lines = exchange.__enter__().iter_lines()
+    lines = HTTP.send(HTTP.build_request("POST", f"{worker.url}/v1/completions", json=body), stream=True).iter_lines()
     next(lines)
-    return exchange, lines
+    return lines
 
 
 def test_a_killed_worker_gives_errors_and_its_memory_goes_with_the_next_start(cluster, weights):
@@ -224,9 +223,9 @@ def test_a_killed_worker_gives_errors_and_its_memory_goes_with_the_next_start(cl
         file = Path(FOLDER, PREFIX + params["remote_engine_id"])
         assert doomed.post(prompt=prompt, max_tokens=1, kv_transfer_params=params).status_code == 400  # its role
         params = doomed.prefill(prompt)
-        exchange, lines = begin_endless(doomed)
+        lines = begin_endless(doomed)
         assert doomed.end(signal.SIGKILL) == -signal.SIGKILL
-        with exchange, pytest.raises(httpx.HTTPError):
+        with pytest.raises(httpx.HTTPError):
             list(lines)
     refused = decode.post(prompt=prompt, max_tokens=4, kv_transfer_params=params)
     assert refused.status_code == 500
@@ -244,10 +243,9 @@ def test_ctrl_c_ends_what_runs_with_an_error_and_leaves_nothing(cluster, weights
         assert worker.post(prompt=[5], max_tokens=1, kv_transfer_params=keep).status_code == 400  # its role
         prompt = some_prompt()
         assert len(tokens_of(worker.complete(prompt, kv_transfer_params=cluster[0].prefill(prompt)))) == 8
-        exchange, lines = begin_endless(worker)
+        lines = begin_endless(worker)
         worker.process.send_signal(signal.SIGINT)
-        with exchange:
-            rest = [line for line in lines if line]
+        rest = [line for line in lines if line]
         assert "the engine has stopped" in rest[-2]
         assert rest[-1] == "data: [DONE]"
         assert worker.process.wait(20) == 0
