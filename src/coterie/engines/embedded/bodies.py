@@ -240,7 +240,8 @@ def _decode(name: str, raw: msgspec.Raw, type_: Any) -> Any:
 def _check_asks_nothing(name: str, raw: msgspec.Raw) -> None:
     if name not in _ASKS_NOTHING:
         raise RequestError(f"{name[:60]}: this engine does not know this field", name[:60])
-    if _decode(name, raw, Any) not in _ASKS_NOTHING[name]:
+    value = _decode(name, raw, Any)
+    if not any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in _ASKS_NOTHING[name]):
         allowed = " or ".join(msgspec.json.encode(value).decode() for value in _ASKS_NOTHING[name])
         raise RequestError(f"{name}: not supported by this engine; leave it out, or send {allowed}", name)
 
