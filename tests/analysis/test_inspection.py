@@ -106,6 +106,28 @@ def test_requests_that_were_partly_counted_or_gave_no_output_are_left_out_and_co
     assert subject.labels == {"domain 0": 23, "domain 1": 24, "domain 2": 24, "domain 3": 24}
 
 
+def test_copies_of_prompts_are_no_locality():
+    alone = like_untrained(160)
+    copied = alone.select([*range(160), *range(160)])
+    found = inspect_trace(copied, clusters=4)
+    assert (found.subject.repeated, found.subject.used) == (160, 160)
+    assert found.active == inspect_trace(alone, clusters=4).active
+    assert found.verdict.level == "no"
+
+
+def test_of_copies_the_first_that_is_usable_is_taken():
+    trace = trace_of(70)
+    tokens = np.concatenate([trace.prefill_tokens + 1, trace.prefill_tokens])  # none of the first ones is complete
+    doubled = replace(trace.select([*range(70), *range(70)]), prefill_tokens=tokens)
+    subject = inspect_trace(doubled, clusters=2).subject
+    assert (subject.partly_counted, subject.repeated, subject.used) == (70, 0, 70)
+
+
+def test_a_negative_seed_is_refused():
+    with pytest.raises(InputError, match="seed must not be negative, got -1"):
+        inspect_trace(trace_of(4), seed=-1)
+
+
 def test_a_trace_without_a_completely_counted_prompt_is_refused():
     trace = trace_of(4)
     with pytest.raises(InputError, match="none of the 4 prompts was completely counted"):

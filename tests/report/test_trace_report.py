@@ -4,7 +4,7 @@ import pytest
 
 from coterie.analysis import inspect_profile, inspect_trace
 from coterie.calibration import fit
-from coterie.report import profile, trace
+from coterie.report import figures, profile, trace
 from coterie.report.tables import Table
 from made_traces import domains_differ, roughly, without_labels, without_output
 
@@ -43,10 +43,16 @@ def test_what_was_not_measured_is_told_with_its_reason():
 
 
 def test_left_out_requests_are_told(found):
-    subject = replace(found.subject, partly_counted=3, without_output=2)
+    subject = replace(found.subject, partly_counted=3, without_output=2, repeated=7)
     assert dict(trace.subject_table(subject, 0).rows)["left out"] == (
-        "3 with a prompt that was only partly counted; 2 without counted output"
+        "3 with a prompt that was only partly counted; 2 without counted output; 7 with the prompt of an earlier one"
     )
+
+
+def test_a_label_that_begins_with_an_underscore_is_in_the_legend(found):
+    plot = replace(found.plot, labels=tuple(f"_{label}" for label in found.plot.labels))
+    drawn = figures.plot_figure(plot)
+    assert all(f"_domain {n}<" in drawn for n in (0, 2, 3))
 
 
 def test_long_tables_are_cut_to_the_worst_layers_and_say_so(found):
@@ -58,6 +64,7 @@ def test_long_tables_are_cut_to_the_worst_layers_and_say_so(found):
 def test_the_page_is_whole_and_escapes_what_comes_from_files(found):
     page = trace.page(found)
     assert "<script" not in page
+    assert all(c == "\n" or c.isprintable() for c in page)
     assert "a &lt;model&gt;" in page
     assert page.count("<svg") == 8
     assert "prove" in page

@@ -27,6 +27,8 @@ class Subject:
         requests: requests of the trace.
         partly_counted: requests left out because only a part of their prompt was counted.
         without_output: requests left out because none of their output tokens was counted, while others' were.
+        repeated: requests left out because an earlier one has the same prompt: of two copies, one in each half, neither
+            is held out.
         used: requests that all figures are of.
         labels: how many of them have each label; the empty one is none.
         prompt_tokens: their prompt tokens.
@@ -39,6 +41,7 @@ class Subject:
     requests: int
     partly_counted: int
     without_output: int
+    repeated: int
     used: int
     labels: dict[str, int]
     prompt_tokens: int

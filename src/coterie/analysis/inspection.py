@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -67,8 +67,9 @@ def inspect_trace(
 ) -> Inspection:
     """Measure all that a trace tells, and conclude.
 
-    Requests whose prompt was only partly counted are left out, and those without output where others have some;
-    `Inspection.subject` says how many.  Any other part that cannot be measured is None, and `missing` says why.
+    Requests whose prompt was only partly counted are left out, those without output where others have some, and those
+    whose prompt was there before; `Inspection.subject` says how many.  Any other part that cannot be measured is None,
+    and `missing` says why.
 
     Clusters are judged on requests that they were not fitted to.  Without a profile, or with one that was fitted
     to this very trace, one half of the requests is fitted (in the same way as the profile was) and the other half
@@ -82,9 +83,11 @@ def inspect_trace(
         progress: see `calibration.fit`.
 
     Raises:
-        InputError: no request is completely counted, or clusters are given beside a profile.
+        InputError: no request is completely counted, clusters are given beside a profile, or the seed is negative.
         ProfileError: the profile is of another model geometry.
     """
+    if seed < 0:
+        raise InputError(f"inspect: the seed must not be negative, got {seed}")
     plan = _plan(trace, profile, clusters)
     streams = _Streams(*np.random.default_rng(seed).spawn(len(_Streams._fields)))
     subject, used = _usable(trace)
@@ -159,7 +162,8 @@ def _usable(trace: ActivationTrace) -> tuple[Subject, ActivationTrace]:
             "KV cache from outside"
         )
     silent = complete & ~output if (complete & output).any() else np.zeros_like(complete)
-    used = trace.select(np.flatnonzero(complete & ~silent))
+    usable = np.flatnonzero(complete & ~silent)
+    used = trace.select(_first_of_each(usable, trace.prompt_hashes))
     subject = Subject(
         model=trace.model,
         geometry=trace.geometry,
@@ -167,12 +171,19 @@ def _usable(trace: ActivationTrace) -> tuple[Subject, ActivationTrace]:
         requests=len(trace),
         partly_counted=int((~complete).sum()),
         without_output=int(silent.sum()),
+        repeated=len(usable) - len(used),
         used=len(used),
         labels=dict(sorted(Counter(used.labels).items())),
         prompt_tokens=int(used.prefill_covered.sum()),
         output_tokens=int(used.decode_covered.sum()),
     )
     return subject, used
+
+
+def _first_of_each(requests: Indices, prompts: Sequence[str]) -> Indices:
+    """The first request of each prompt."""
+    _, first = np.unique([prompts[i] for i in requests], return_index=True)
+    return requests[np.sort(first)]
 
 
 def _need_output(trace: ActivationTrace) -> None:

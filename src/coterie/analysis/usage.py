@@ -86,8 +86,8 @@ class DomainUse:
 
     Attributes:
         names: `[G]` names of the groups.
-        difference: `[L]` share of expert choices that a group makes differently from the requests of all groups
-            together: total variation distance, mean over the groups.  0: all alike.
+        difference: `[L]` share of expert choices that a group makes differently from the mean of all groups: total
+            variation distance, mean over the groups.  0: all alike.
         layer: the layer in which the groups differ most; the first among equals.
         share: `[G, E]` share of each group's tokens that chose each expert of that layer.
     """

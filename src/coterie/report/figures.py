@@ -23,6 +23,7 @@ _WIDE = (8.4, 3.4)
 _HALF = (5.2, 3.2)
 _MARKS = "os^Dv"
 _MOST_NAME = 24
+_NOTHING = "\u200b"  # a space without width
 _HEAT = "#3987e5"  # seen as well on light as on dark ground; how much of it is the value
 
 _Row = tuple[str, float, float, float]
@@ -226,6 +227,7 @@ def similarity_figure(similarity: Any) -> str:
 
 
 def _short(name: str) -> str:
-    """A label that fits a legend."""
+    """A label that fits a legend; matplotlib leaves out those that begin with an underscore, so none does."""
     text = printable(name) or "(no label)"
+    text = f"{_NOTHING}{text}" if text.startswith("_") else text
     return text if len(text) <= _MOST_NAME else f"{text[: _MOST_NAME - 1]}…"

@@ -46,6 +46,7 @@ def _left_out(subject: Subject) -> str:
     reasons = {
         "with a prompt that was only partly counted": subject.partly_counted,
         "without counted output": subject.without_output,
+        "with the prompt of an earlier one": subject.repeated,
     }
     return "; ".join(f"{count} {reason}" for reason, count in reasons.items() if count) or "none"
 
@@ -245,7 +246,7 @@ def _experts(found: Inspection) -> Section:
         most = percent(float(found.use.share.max()), 0)
         caption = f"Share of a group's tokens that chose an expert: from none to {most} (full colour)."
         parts.append(Figure(figures.use_figure(found.use), caption))
-        caption = "Share of expert choices that a group makes differently from all groups together."
+        caption = "Share of expert choices that a group makes differently from the mean of all groups."
         parts.append(Figure(figures.difference_figure(found.use), caption))
     parts += [Figure(figures.skew_figure(found.skew), "0: all experts are used alike."), skew_table(found.skew)]
     return Section("Experts", tuple(parts))
