@@ -108,3 +108,8 @@ def test_requests_without_output_and_shapes_that_do_not_belong_together_are_refu
         DecodeUse(counts, np.array([1, 1]))
     with pytest.raises(InputError, match="ids"):
         DecodeUse(counts, np.array([1]), np.concatenate([ids, ids]))
+    for beyond in (ids + np.uint8(2), ids.astype(np.int8) - 1):
+        with pytest.raises(InputError, match=r"an id outside 0\.\.2"):
+            DecodeUse(counts, np.array([1]), beyond)
+    with pytest.raises(InputError, match="more often than it has tokens"):
+        DecodeUse(counts * 2, np.array([1]))

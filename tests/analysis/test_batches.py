@@ -108,3 +108,8 @@ def test_the_same_seed_gives_the_same_numbers():
 def test_random_batches_and_two_draws_are_needed(placements, draws):
     with pytest.raises(InputError, match="active experts"):
         active_experts(Sums(np.ones(3)), placements, rng(), draws=draws)
+
+
+def test_an_empty_batch_is_refused():
+    with pytest.raises(InputError, match="a batch of 0 requests"):
+        active_experts(Sums(np.ones(3)), {"random": {"all": np.arange(3)}}, rng(), sizes=(8, 0))

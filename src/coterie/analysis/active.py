@@ -35,7 +35,7 @@ class DecodeUse:
         ids: `[sum of tokens, L, top_k]` expert ids, request after request; None where only counts were recorded.
 
     Raises:
-        InputError: a request without tokens, or shapes that do not belong together.
+        InputError: a request without tokens, or shapes or numbers that do not belong together.
     """
 
     counts: Counts
@@ -49,6 +49,10 @@ class DecodeUse:
             raise InputError(f"active experts: request {int(self.tokens.argmin())} has no counted output token")
         if self.ids is not None and self.ids.shape[:2] != (self.tokens.sum(), self.counts.shape[1]):
             raise InputError(f"active experts: ids {self.ids.shape} do not belong to {self.tokens.sum()} tokens")
+        if self.ids is not None and not 0 <= self.ids.min() <= self.ids.max() < self.counts.shape[2]:
+            raise InputError(f"active experts: an id outside 0..{self.counts.shape[2] - 1}")
+        if (self.counts.max(axis=(1, 2)) > self.tokens).any():
+            raise InputError("active experts: a request used an expert more often than it has tokens")
 
     @property
     def method(self) -> Method:

@@ -109,8 +109,10 @@ def active_experts(
         One for each size and placement, in that order.
 
     Raises:
-        InputError: no `random` among the placements, or fewer than 2 draws.
+        InputError: no `random` among the placements, fewer than 2 draws, or a size below 1.
     """
+    if min(sizes, default=1) < 1:
+        raise InputError(f"active experts: a batch of {min(sizes)} requests; at least 1")
     if RANDOM not in placements or draws < 2:
         raise InputError(f"active experts: placements {list(placements)} lack {RANDOM!r}, or {draws} draws are too few")
     cells = [(size, name) for size in sizes for name in placements]
