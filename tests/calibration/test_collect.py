@@ -6,6 +6,7 @@ import json
 import threading
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -452,6 +453,20 @@ def test_every_line_is_checked_before_anything_is_sent(collection, line, problem
     with pytest.raises(InputError, match=rf"prompts.jsonl:2: .*({problem})"):
         collection.run()
     assert not collection.engine.bodies
+
+
+def test_a_prompt_file_without_end_is_refused(collection, monkeypatch):
+    monkeypatch.setattr("coterie.calibration.prompts._MOST_BYTES", 100)
+    with pytest.raises(InputError, match="/dev/zero: more than 100 bytes; collect from fewer prompts"):
+        collection.run(prompts=Path("/dev/zero"))
+
+
+@pytest.mark.parametrize(("status", "problem"), [(200, "something else than JSON"), (400, r"answered 400: \[\[")])
+def test_an_answer_nested_too_deep_is_refused(collection, monkeypatch, status, problem):
+    monkeypatch.setattr(json, "dumps", lambda _: "[" * 100_000)
+    collection.engine.script = {1: lambda reply: (status, reply)}
+    with pytest.raises(EngineError, match=problem):
+        collection.run(model="tiny", concurrency=1)
 
 
 def test_an_existing_trace_is_replaced_only_by_force(collection):

@@ -9,6 +9,7 @@ from coterie import cli
 from coterie.activations import TraceRecord, build_trace
 from coterie.cli import collect as collect_module
 from coterie.core import ExpertCounts, ModelGeometry
+from coterie.errors import EngineError
 
 TINY = Path(__file__).parent.parent / "fixtures" / "tiny-moe"
 
@@ -104,6 +105,16 @@ def test_an_error_is_one_message_on_stderr(capsys, tmp_path):
     out, err = capsys.readouterr()
     assert out == ""
     assert f"coterie: {tmp_path}/none: cannot be read: No such file or directory" in err
+
+
+def test_control_characters_do_not_reach_the_terminal(capsys, monkeypatch, tmp_path):
+    def fail(*_):
+        raise EngineError("said \x1b[31mred\x07\nand more")
+
+    monkeypatch.setattr(collect_module, "_source", fail)
+    assert run("--server", "http://x", "--prompts", str(tmp_path), "--output", str(tmp_path / "t")) == 1
+    error = capsys.readouterr().err
+    assert "coterie: said \ufffd[31mred\ufffd\nand more\n" in error
 
 
 def test_one_output_token_is_refused(capsys):

@@ -19,6 +19,8 @@ import msgspec
 from coterie.core import prompt_hash
 from coterie.errors import InputError
 
+_MOST_BYTES = 1 << 30
+
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
@@ -83,9 +85,12 @@ def read_prompts(path: Path) -> PromptFile:
         InputError: naming the file and the first line that is not as it should be.
     """
     try:
-        data = path.read_bytes()
+        with path.open("rb") as stream:
+            data = stream.read(_MOST_BYTES + 1)
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from None
+    if len(data) > _MOST_BYTES:
+        raise InputError(f"{path}: more than {_MOST_BYTES} bytes; collect from fewer prompts at a time")
     lines = data.rstrip().split(b"\n")
     prompts = tuple(_read_line(line, f"{path}:{number}") for number, line in enumerate(lines, 1))
     return PromptFile(prompts, hashlib.blake2b(data, digest_size=16).hexdigest())

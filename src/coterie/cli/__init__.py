@@ -10,6 +10,7 @@ import click
 
 from coterie import __version__
 from coterie.errors import CoterieError
+from coterie.report.tables import printable
 
 _VERBS = {
     "serve": "run the gateway in front of running engines",
@@ -51,5 +52,6 @@ def main(arguments: list[str] | None = None) -> Any:
     try:
         return _coterie(arguments, prog_name="coterie")
     except CoterieError as error:
-        click.echo(f"coterie: {error}", err=True)
+        said = "\n".join(map(printable, str(error).split("\n")))  # words of servers and files may be in it
+        click.echo(f"coterie: {said}", err=True)
         sys.exit(1)

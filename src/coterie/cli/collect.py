@@ -24,6 +24,7 @@ from coterie.calibration.sources.plugin import PluginSource
 from coterie.calibration.sources.routed import RoutedSource
 from coterie.errors import ConfigError
 from coterie.model_config import read_model_config
+from coterie.report.tables import printable
 
 _OPTIONAL = ("decode_ids", "gate_prob", "gate_logit")
 
@@ -144,7 +145,7 @@ class CollectProgress:
 
     def notice(self, text: str) -> None:
         """Print a line above the bar."""
-        self.console.print(text, highlight=False, markup=False)
+        self.console.print(printable(text), highlight=False, markup=False)
 
     def __enter__(self) -> CollectProgress:
         self._bar.start()
@@ -155,7 +156,7 @@ class CollectProgress:
 
 
 def _shown(value: Any) -> str:
-    return ", ".join(value) if isinstance(value, list) else str(value)
+    return printable(", ".join(value) if isinstance(value, list) else str(value))
 
 
 def _summary(path: Path, trace: ActivationTrace) -> dict[str, Any]:
