@@ -1,11 +1,13 @@
 """The cluster file: what it may say, and what is an error."""
 
+import sys
 from pathlib import Path
 
 import pytest
 
 from coterie.errors import ConfigError
 from coterie.up.config import PoolConfig, load_cluster_config
+from coterie.up.embedded_command import embedded_command
 
 MINIMAL = """
 model: ./model
@@ -34,6 +36,23 @@ def test_a_minimal_file_gets_the_defaults(load, tmp_path):
     assert config.engine_env == Path("/env")
     assert (config.engine_port, config.side_channel_port) == (0, 0)
     assert config.gateway is None
+
+
+def test_the_embedded_engine_needs_no_environment_and_keeps_its_weights_in_the_run_dir(load, tmp_path):
+    config = load(MINIMAL + "engine: embedded\nrun_dir: run\n")
+    assert config.engine == "embedded"
+    command = embedded_command(config, "prefill", "127.0.0.1", 8001, 9001)
+    assert command[:5] == (sys.executable, "-m", "coterie", "engine", str(tmp_path / "model"))
+    options = dict(zip(command[5::2], command[6::2], strict=True))
+    assert options == {
+        "--role": "prefill",
+        "--served-model-name": "tiny",
+        "--host": "127.0.0.1",
+        "--port": "8001",
+        "--kv-host": "127.0.0.1",
+        "--kv-port": "9001",
+        "--weights-dir": str(tmp_path / "run" / "weights"),
+    }
 
 
 def test_everything_can_be_said(load, tmp_path):
@@ -73,6 +92,8 @@ gateway: {decode_policy: locality, profile: p.profile, port: 8100}
         ("decode:", "decoder:", "missing key 'decode'"),
         ("served_model_name: tiny", "served_model_name: 3", "served_model_name must be a text, got 3"),
         ("model: ./model", "model: ./model\nengine: sglang", "engine must be one of vllm, embedded, got 'sglang'"),
+        ("model: ./model", "model: org/name\nengine: embedded", "there is no folder"),
+        ("model: ./model", "model: ./model\nengine: embedded\nengine_env: env", "engine_env is for vLLM; remove it"),
         ("model: ./model", "model: ./model\nports: {engine: 1}", "ports: unknown key 'engine'"),
         ("model: ./model", "model: ./model\nports: {engines: 70000}", "engines must be a whole number from 0 to 65535"),
         ("model: ./model", "model: ./model\nnodes: 2", "cluster.yaml: unknown key 'nodes'"),
