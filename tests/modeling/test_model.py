@@ -10,7 +10,7 @@ import pytest
 
 from coterie.core import ModelGeometry
 from coterie.errors import InputError
-from coterie.modeling import Model, StepBatch, prepare
+from coterie.modeling import Model, StepBatch, attention, prepare
 from tiny_checkpoints import ARCHITECTURES, write_checkpoint
 
 BLOCK = 16
@@ -104,6 +104,18 @@ def test_a_prompt_in_chunks_gives_the_bits_of_the_whole(models, architecture, ch
         output = model.forward(batch_of([(tokens, start, stop, table)]), cache.kv)
         assert_same(output, whole, slice(None), slice(start, stop))
     np.testing.assert_array_equal(cache.slots(table, 0, len(tokens)), kept)
+
+
+def test_machines_that_need_full_tiles_of_queries_get_the_same_bits(models, monkeypatch):
+    model = models["mixtral"]
+    tokens = random_tokens(model, np.random.default_rng(6), 70)
+    whole, _ = alone(model, tokens)
+    monkeypatch.setattr(attention, "same_bits", lambda *_: False)
+    cache = Cache(model, np.random.default_rng(7))
+    table = cache.blocks(len(tokens))
+    model.forward(batch_of([(tokens, 0, 69, table)]), cache.kv)
+    output = model.forward(batch_of([(tokens, 69, 70, table)]), cache.kv)
+    assert_same(output, whole, slice(None), slice(69, 70))
 
 
 def test_a_cached_prefix_gives_the_bits_of_a_prompt_computed_anew(models):

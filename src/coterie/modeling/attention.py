@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from coterie.modeling.tiles import Floats, Shape
+from coterie.modeling.tiles import Floats, Shape, same_bits
 
 KV_TILE = 64
 """Positions of a tile of keys and values."""
@@ -60,6 +60,12 @@ class CacheHeads:
         return max(1, QUERY_ROWS // self.share)
 
     @property
+    def decode_tokens(self) -> int:
+        """Tokens of a tile that has but one: not filled up where the machine gives one token alone the same bits."""
+        same = all(same_bits(self.share, *shape) for shape in self.shapes)
+        return 1 if same else self.tile_tokens
+
+    @property
     def shapes(self) -> tuple[Shape, Shape]:
         """The two products of a tile of queries with a tile of keys and values."""
         rows = self.tile_tokens * self.share
@@ -97,13 +103,11 @@ class QueryGroup:
     """Tiles of queries that go along the cache together.
 
     Attributes:
-        tokens: `[n, tile_tokens]` the step's tokens in each tile; a tile that is not full repeats its first.
-        used: tokens of a tile that are wanted.
+        tokens: `[n, q]` the step's tokens in each tile; a tile that is not full repeats its first.
         tiles: steps along the cache, from position 0.
     """
 
     tokens: Indices
-    used: int
     tiles: tuple[KvTile, ...]
 
 
@@ -155,15 +159,15 @@ def decode_group(
         heads: what the cache holds.
         window: positions that a token sees; None for all.
     """
-    spread = np.repeat(tokens[:, None], heads.tile_tokens, axis=1)
+    spread, at = (np.repeat(values[:, None], heads.decode_tokens, axis=1) for values in (tokens, positions))
     tiles = []
     for number in range(len(units[0])):
         count = sum(len(own) > number for own in units)
         own = np.stack([pieces[number] for pieces in units[:count]])
-        seen = _seen(positions[:count, None], number, window)
+        seen = _seen(at[:count], number, window)
         stale = _beyond(positions[:count] + 1, number)
         tiles.append(_tile(count, own, seen, stale, heads.share))
-    return QueryGroup(spread, 1, tuple(tiles))
+    return QueryGroup(spread, tuple(tiles))
 
 
 def prefill_group(
@@ -188,7 +192,7 @@ def prefill_group(
         seen = _seen(at[:count], number, window)
         stale = _beyond(positions[-1:] + 1, number)
         tiles.append(_tile(count, units[number : number + 1], seen, stale, heads.share))
-    return QueryGroup(tokens[places], of_tile, tuple(tiles))
+    return QueryGroup(tokens[places], tuple(tiles))
 
 
 def _tile(count: int, units: Indices, seen: Mask, stale: Mask, share: int) -> KvTile:
@@ -224,9 +228,8 @@ def attend(
         out: `[T, heads, share, value_dim]`; the rows of the group's tokens are written.
     """
     count = len(group.tokens)
-    rows = group.used * heads.share
     tiled = queries[group.tokens].transpose(0, 2, 1, 3, 4).reshape(count, heads.heads, -1, heads.key_dim)
-    state = _Softmax.start(tiled.shape[:3], rows, heads.value_dim)
+    state = _Softmax.start(tiled.shape[:3], heads.value_dim)
     for tile in group.tiles:
         content = room[: len(tile.units)]
         pieces = content.reshape(*tile.units.shape, *store.shape[1:])
@@ -234,12 +237,12 @@ def attend(
         if tile.stale is not None:
             content[tile.stale] = 0  # whatever lies there, even what is no number
         keys, values = heads.split(content)
-        scores = np.matmul(tiled[: tile.queries], keys)[:, :, :rows]
+        scores = np.matmul(tiled[: tile.queries], keys)
         if tile.visible is not None:
             scores = np.where(tile.visible, scores, np.float32(-np.inf))
         state.add(scores, values)
-    result = state.result().reshape(count, heads.heads, group.used, heads.share, -1)
-    out[group.tokens[:, : group.used]] = result.transpose(0, 2, 1, 3, 4)
+    result = state.result().reshape(count, heads.heads, -1, heads.share, heads.value_dim)
+    out[group.tokens] = result.transpose(0, 2, 1, 3, 4)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -250,36 +253,29 @@ class _Softmax:
         top: `[n, heads, rows, 1]` largest score so far.
         total: the same shape: sum of exp(score - top).
         output: `[n, heads, rows, d]` sum of exp(score - top) * value.
-        factors: `[n, heads, all rows, KV_TILE]`: room for exp(score - top); rows that are not wanted stay 0.
     """
 
     top: Floats
     total: Floats
     output: Floats
-    factors: Floats
 
     @classmethod
-    def start(cls, shape: tuple[int, ...], rows: int, value_dim: int) -> _Softmax:
-        wanted = (*shape[:2], rows)
-        return cls(
-            np.full((*wanted, 1), _LOWEST),
-            np.zeros((*wanted, 1), np.float32),
-            np.zeros((*wanted, value_dim), np.float32),
-            np.zeros((*shape, KV_TILE), np.float32),
-        )
+    def start(cls, shape: tuple[int, ...], value_dim: int) -> _Softmax:
+        top = np.full((*shape, 1), _LOWEST)
+        return cls(top, np.zeros_like(top), np.zeros((*shape, value_dim), np.float32))
 
     def add(self, scores: Floats, values: Floats) -> None:
-        """Take in a tile: `scores [m, heads, rows, KV_TILE]` of the first m, and its values."""
-        count, rows = len(scores), scores.shape[2]
-        top = np.maximum(self.top[:count], scores.max(axis=-1, keepdims=True))
-        shrink = np.exp(self.top[:count] - top)
-        factors = np.exp(scores - top)
-        self.top[:count] = top
-        self.total[:count] *= shrink
-        self.total[:count] += factors.sum(axis=-1, keepdims=True)
-        self.factors[:count, :, :rows] = factors
-        self.output[:count] *= shrink
-        self.output[:count] += np.matmul(self.factors[:count], values)[:, :, :rows]
+        """Take in a tile: `scores [m, heads, rows, KV_TILE]` of the first m, which are overwritten, and its values."""
+        top, total, output = (part[: len(scores)] for part in (self.top, self.total, self.output))
+        higher = np.maximum(top, scores.max(axis=-1, keepdims=True))
+        shrink = np.exp(top - higher)
+        top[:] = higher
+        scores -= higher
+        factors = np.exp(scores, out=scores)
+        total *= shrink
+        total += factors.sum(axis=-1, keepdims=True)
+        output *= shrink
+        output += np.matmul(factors, values)
 
     def result(self) -> Floats:
         return self.output / self.total

@@ -95,13 +95,14 @@ def routed(rows: Floats, choice: Choice, weights: ExpertWeights) -> Floats:
     tokens, top_k = choice.ids.shape
     bounds, places = _group(choice.ids, len(weights.gate_up))
     hidden = rows.shape[1]
-    tiles = np.zeros((bounds[-1], EXPERT_ROWS, hidden), np.float32)
-    tiles.reshape(-1, hidden)[places] = np.repeat(rows, top_k, axis=0)
-    outputs = _feed_forward(tiles, bounds, weights)
+    source = np.zeros(bounds[-1] * EXPERT_ROWS, np.intp)  # rows that no token fills repeat the first
+    source[places] = np.repeat(np.arange(tokens), top_k)
+    outputs = _feed_forward(rows[source].reshape(-1, EXPERT_ROWS, hidden), bounds, weights)
     each = outputs.reshape(-1, hidden)[places].reshape(tokens, top_k, hidden)
-    total = each[:, 0] * choice.weights[:, 0, None]
+    each *= choice.weights[..., None]
+    total = each[:, 0]
     for place in range(1, top_k):
-        total += each[:, place] * choice.weights[:, place, None]
+        total += each[:, place]
     return total
 
 

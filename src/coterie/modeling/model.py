@@ -77,6 +77,7 @@ class Model:
             InputError: it is missing, truncated, or of another version.
             UnsupportedError: this machine's BLAS does not give equal rows equal bits.
         """
+        _keep_freed_memory()
         model = cls(open_weights(path))
         shapes = [
             shape for layer in model._layers for part in (layer.attention, layer.forward) for shape in part.shapes()
@@ -146,6 +147,15 @@ class Model:
         fits = kv.ndim == 4 and kv.shape == self.kv_shape(kv.shape[0], kv.shape[2])
         if not fits or kv.dtype != np.float32 or not kv.flags.c_contiguous:
             raise InputError(f"cache of shape {kv.shape}, {kv.dtype}: not a contiguous float32 array of kv_shape")
+
+
+def _keep_freed_memory() -> None:
+    """Let the C library keep what a step frees for the next one, instead of faulting it in anew.
+
+    glibc returns freed memory to the system beyond twice the largest block freed so far, of at most 32 MiB
+    (mallopt(3), M_MMAP_THRESHOLD); other libraries are left as they are.
+    """
+    np.empty(31 << 20, np.uint8)
 
 
 def _read_layer(config: ForwardConfig, read: Read, number: int) -> _Layer:

@@ -7,7 +7,8 @@ height, the last one padded with zeros, and every product of a weight matrix is 
 
 What is left to BLAS is that equal rows of *one* product give equal bits whatever their place in the tile.
 That holds for the kernels of OpenBLAS on x86 and is checked on the machine at hand by `check_rows`, once for
-each shape that a model uses.
+each shape that a model uses.  Where `same_bits` finds that tiles of another height give the same bits too, that height
+may be used as well: the order of additions does not depend on the numbers, so a few random ones show it.
 
 Weights are stored as `[blocks, K, width]`: the columns of a `[K, N]` matrix in blocks, each contiguous, the last
 one padded with zeros.  Narrow blocks keep a product under 100^3 multiplications, up to which OpenBLAS multiplies
@@ -17,6 +18,7 @@ in place instead of copying the weights to a buffer first (`sgemm_small_matrix_p
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
@@ -77,6 +79,8 @@ def product_by_head(rows: Floats, matrices: Floats) -> Floats:
 def into_tiles(rows: Floats, height: int) -> Floats:
     """Cut `rows [T, K]` into tiles `[ceil(T / height), height, K]`, the last one padded with zeros."""
     count, inner = rows.shape
+    if count % height == 0:
+        return np.ascontiguousarray(rows).reshape(-1, height, inner)
     tiles = -(-count // height)
     padded = np.zeros((tiles * height, inner), np.float32)
     padded[:count] = rows
@@ -89,15 +93,23 @@ def check_rows(shapes: Iterable[Shape]) -> None:
     Raises:
         UnsupportedError: they do not, with this machine's BLAS: outputs would depend on what else is computed.
     """
-    rng = np.random.default_rng(0)
     for rows, inner, columns in sorted(set(shapes)):
-        row = rng.standard_normal(inner, dtype=np.float32)
-        matrix = rng.standard_normal((inner, columns), dtype=np.float32)
-        for operand in (matrix, np.ascontiguousarray(matrix.T).T):
-            result = np.tile(row, (rows, 1)) @ operand
-            if not (result == result[0]).all():
-                raise UnsupportedError(
-                    f"numpy's BLAS gives equal rows of a {rows} x {inner} x {columns} product unequal bits, so outputs "
-                    "would depend on which requests run together; use a numpy built with OpenBLAS, with "
-                    "OPENBLAS_NUM_THREADS=1"
-                )
+        if not same_bits(rows, rows, inner, columns):
+            raise UnsupportedError(
+                f"numpy's BLAS gives equal rows of a {rows} x {inner} x {columns} product unequal bits, so outputs "
+                "would depend on which requests run together; use a numpy built with OpenBLAS, with "
+                "OPENBLAS_NUM_THREADS=1"
+            )
+
+
+@cache
+def same_bits(one: int, other: int, inner: int, columns: int) -> bool:
+    """Whether equal rows give equal bits in every row of products of two heights, matrix transposed or not."""
+    rng = np.random.default_rng(0)
+    row = rng.standard_normal(inner, dtype=np.float32)
+    matrix = rng.standard_normal((inner, columns), dtype=np.float32)
+    for operand in (matrix, np.ascontiguousarray(matrix.T).T):
+        results = [np.tile(row, (height, 1)) @ operand for height in (one, other)]
+        if not all((result == results[0][0]).all() for result in results):
+            return False
+    return True
