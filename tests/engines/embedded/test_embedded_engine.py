@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from toy_model import BLOCK, END, VOCAB, Story, counts_of, expected_tokens, experts_of
+from toy_model import BLOCK, END, VOCAB, Story, ToyText, counts_of, expected_tokens, experts_of
 
 from coterie import wire
 from coterie.engines.embedded.engine import EngineConfig
+from coterie.engines.embedded.live import Live
+from coterie.engines.embedded.request import Request, Submission
 from coterie.engines.embedded.sampling import SamplingParams
 from coterie.errors import ConfigError, EngineError, RequestError
 
@@ -135,6 +137,18 @@ def check_experts(story, name, prompt):
         assert np.array_equal(finish.output_ids, np.array(truth).reshape(-1, 2, 2))
 
 
+def test_the_output_of_one_turn_is_counted_as_the_prompt_of_the_next():
+    story, prompt = Story(14, running=2), [1, 2, 3]
+    for turn in range(6):
+        name = f"turn{turn}"
+        story.submit(name, prompt, temperature=1.0, seed=turn, max_tokens=6, ignore_eos=True, asked=wire.ASK_COUNTS)
+        story.submit(f"other{turn}", [turn] * 9, max_tokens=12)  # so that blocks change hands
+        story.run()
+        assert story.finish(name).cached_tokens == (0 if turn == 0 else (len(prompt) - 2) // BLOCK * BLOCK)
+        check_experts(story, name, prompt)
+        prompt = [*prompt, *story.tokens(name), turn]
+
+
 def test_envelopes_carry_what_was_asked_for():
     story = Story()
     for name, asked in [("none", None), ("counts", wire.ASK_COUNTS), ("ids", wire.ASK_IDS)]:
@@ -182,6 +196,26 @@ def test_a_stop_string_ends_the_output_and_is_not_shown():
     story.run()
     assert story.finish("late").reason == "length"
     assert story.text("late") == whole  # what was held back is shown at the end
+
+
+@pytest.mark.parametrize(("least", "reason"), [(2, "stop"), (3, None)])
+def test_a_stop_string_counts_from_the_token_after_the_least_length(least, reason):
+    params = SamplingParams(stop=("abc",), min_tokens=least, max_tokens=9)
+    request = Request(Submission("r", [1], params), 0, 9, params, frozenset(), [1])
+    live = Live(request, print, ToyText().detokenizer())
+    assert [live.advance(token) for token in (0, 1)] == [("", None, None)] * 2
+    assert live.advance(2) == (("", "stop", "abc") if reason else ("abc", None, None))
+
+
+def test_what_was_held_back_is_shown_when_the_output_reaches_its_limit():
+    story = Story()
+    story.submit("whole", [1], max_tokens=12, ignore_eos=True)
+    story.run()
+    whole = story.text("whole")
+    story.submit("held", [1], max_tokens=12, ignore_eos=True, stop=(whole[-2:] + "never",))
+    story.run()
+    assert (story.text("held"), story.finish("held").reason) == (whole, "length")
+    assert story.heard["held"][-1].text.endswith(whole[-2:])
 
 
 def test_a_stop_token_is_counted_and_not_shown():

@@ -81,6 +81,26 @@ def test_the_youngest_gives_its_blocks_up_and_comes_back_before_later_ones():
     assert take(plan)["r1"] == (8, len(young.tokens) - 8)  # what was cached is not computed again
 
 
+def test_a_request_is_not_admitted_only_to_be_preempted():
+    own = scheduler(blocks=3, running=4, step_tokens=50)
+    own.add(request(0, 4))
+    own.add(request(1, 8))
+    step(own)  # two blocks are free, but the first is about to need one of them
+    assert (own.running, own.waiting) == (1, 1)
+
+
+def test_a_prompt_that_was_preempted_half_way_is_taken_up_from_what_is_cached():
+    own = scheduler(blocks=5, running=2, step_tokens=2)
+    old, young = request(0, [9, 9, 9]), request(1, range(12))
+    own.add(old)
+    own.add(young)
+    while own.tally.preemptions == 0:
+        step(own)
+    assert (young.blocks, len(old.blocks)) == ([], 3)
+    own.remove(old)
+    assert take(own.plan()) == {"r1": (4, 2)}
+
+
 def test_a_request_alone_that_needs_a_block_of_others_waits_for_it():
     own = scheduler(blocks=3, running=4, step_tokens=50)
     loading, decoding = request(0, 8, load_tokens=8), request(1, 4)

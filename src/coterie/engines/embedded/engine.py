@@ -265,7 +265,7 @@ class Engine:
 
     def _leave(self, request: Request, *, keep: bool = False) -> KeptBlocks | None:
         """Take a request out of the scheduler; its blocks stay where another engine is to copy them."""
-        blocks = tuple(request.blocks[: self._pool.blocks_for(request.computed)])
+        blocks = tuple(request.blocks)
         self._scheduler.remove(request, keep_blocks=keep)
         return self._kept.keep(request.id, blocks, request.computed, self._clock.now()) if keep else None
 

@@ -66,7 +66,7 @@ class Live:
         if self.request.submission.asked is None:
             return
         new = self.request.prompt_tokens + self._noted - work.start
-        if 0 <= new < work.length:
+        if new < work.length:
             self._ids.append(ids[new:].copy())
             self._noted += work.length - new
 
