@@ -4,6 +4,10 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
+ENGINE ?= embedded
+DEMO_NEEDS = $(if $(filter vllm,$(ENGINE)),vllm-env,install)
+DEMO_SIZE_vllm = --requests 32 --concurrency 16 --rounds 1
+
 .PHONY: help install vllm-env check test test-fast demo clean
 
 help:            ## this list
@@ -31,9 +35,9 @@ test: vllm-env  ## everything, real vLLM included (under 25 minutes on two cores
 test-fast: install  ## what needs no vLLM (under 90 s)
 	$(BIN)/pytest -m 'not vllm'
 
-demo: vllm-env  ## 1 prefill and 2 decode servers of real vLLM, two policies, a table (under 6 minutes on two cores)
-	$(BIN)/coterie demo --cluster examples/demo/cluster.yaml --calibrate examples/prompts/calibrate.jsonl \
-		--serve examples/prompts/serve.jsonl --json .demo/result.json
+demo: $(DEMO_NEEDS)  ## five policies on five workers of the embedded engine; ENGINE=vllm takes real vLLM (under 3 minutes)
+	@mkdir -p .demo
+	$(BIN)/coterie demo --engine $(ENGINE) $(DEMO_SIZE_$(ENGINE)) --json .demo/result.json --html .demo/report.html
 
 clean:           ## remove what the demo left behind (not the environments)
 	rm -rf .demo build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,70 +1,288 @@
-"""The demo's sums, by hand, and its client against a small real server."""
+"""The demo's schedule and sums, by hand; its client against a small real server; its report."""
 
 import asyncio
 import json
 import threading
-from collections import deque
+from collections import Counter, deque
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
+import httpx
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from coterie.calibration import fit
 from coterie.calibration.prompts import Prompt
-from coterie.errors import InputError
+from coterie.errors import EngineError, InputError
 from coterie.metrics import RequestTimeline
-from coterie.up import demo
-from coterie.up.demo_client import Served, serve_all
+from coterie.up.demo import POLICIES, DemoOptions, draw_schedule, page
+from coterie.up.demo.client import Served, serve_all
+from coterie.up.demo.counters import Counters, Sample, Watch, parse
+from coterie.up.demo.results import PassResult, Routed, measure, sum_up
+from coterie.up.demo.schedule import Pass, quotas
+from traces import tiny_moe_trace
 
 CODE, KJV = (Prompt(f"serve.jsonl:{i}", label, "text", None) for i, label in ((1, "code"), (2, "kjv")))
+
+
+# --- the schedule ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def options(tmp_path):
+    """Eight labels of 20 prompts each."""
+    file = tmp_path / "serve.jsonl"
+    lines = [{"prompt": f"{label}{i}", "label": label} for label in "abcdefgh" for i in range(20)]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    def make(**changes):
+        return DemoOptions(file, file, **{"requests": 16, "rounds": 2, **changes})
+
+    return make
+
+
+def test_a_skewed_mix_falls_with_the_rank():
+    # 11 x (1, 1/2, 1/3) / (11/6) = 6, 3, 2
+    assert quotas(3, "skewed", 11) == [6, 3, 2]
+    # 12 x 6/11 = 6.5, 3.27, 2.18: the largest remainder gets the one that is left
+    assert quotas(3, "skewed", 12) == [7, 3, 2]
+    assert quotas(3, "even", 11) == [4, 4, 3]
+
+
+@given(st.integers(1, 20), st.sampled_from(["even", "skewed"]), st.integers(1, 200))
+def test_quotas_are_whole_requests_that_differ_from_the_exact_shares_by_less_than_one(labels, mix, requests):
+    counts = quotas(labels, mix, requests)
+    weights = [1.0 if mix == "even" else 1 / (i + 1) for i in range(labels)]
+    assert sum(counts) == requests
+    assert all(abs(n - requests * w / sum(weights)) < 1 for n, w in zip(counts, weights, strict=True))
+
+
+def test_every_policy_serves_the_same_prompts_in_each_round_and_begins_in_turn(options):
+    schedule = draw_schedule(options(repeats=2))
+    assert len(schedule) == 2 * 2 * 2 * 5
+    rounds = [schedule[i : i + 5] for i in range(0, len(schedule), 5)]
+    for passes in rounds:
+        assert len({(one.repeat, one.mix, one.round, one.prompts) for one in passes}) == 1
+        assert sorted(one.policy for one in passes) == sorted(POLICIES)
+    assert [passes[0].policy for passes in rounds[::2]] == list(POLICIES[:4])
+    assert len({one.name for one in schedule}) == len(schedule)
+
+
+def test_prompts_are_a_seeded_choice_and_none_is_served_twice_in_a_repeat(options):
+    def prompts(**changes):
+        schedule = draw_schedule(options(**changes))
+        return [one.prompts for one in schedule if (one.mix, one.policy) == ("even", "locality")]
+
+    assert prompts() == prompts()
+    assert prompts() != prompts(seed=1)
+    first, second = prompts()
+    assert len({prompt.where for prompt in first + second}) == 32
+    assert Counter(prompt.label for prompt in first) == dict.fromkeys("abcdefgh", 2)
+
+
+def test_too_few_prompts_and_a_missing_label_are_named(options, tmp_path):
+    with pytest.raises(InputError, match=r"20 prompts with the label '.'; the skewed mix needs 30 for 2 rounds of 40"):
+        draw_schedule(options(requests=40))
+    file = tmp_path / "plain.jsonl"
+    file.write_text('{"prompt": "a", "label": "x"}\n{"prompt": "b"}\n')
+    with pytest.raises(InputError, match=r"plain\.jsonl:2: the demo needs a label on every prompt"):
+        draw_schedule(DemoOptions(file, file))
+
+
+# --- the sums --------------------------------------------------------------------------------------------
 
 
 def served(id_, prompt, tokens, sent_s=0.0, first_s=1.0, last_s=2.0):
     return Served(id_, prompt, tokens, RequestTimeline(sent_s, first_s, last_s, len(tokens)))
 
 
-def test_a_report_sums_up_one_policy():
-    tally = demo._Tally(cpu_s=0.6)
-    tally.served = [
+def result_of(policy, *all_served, mix="even", repeat=0, cpu_s=1.0, active=100.0, routed=None):
+    planned = Pass(repeat, mix, 0, policy, tuple(one.prompt for one in all_served))
+    counted = Counters(steps=10, active=active, rows=40)
+    return PassResult(planned, all_served, routed or {}, cpu_s, counted, (Sample(0.25, counted),))
+
+
+def summed(passes):
+    trace = tiny_moe_trace()
+    return sum_up("tiny", "embedded", passes, trace, fit(trace, 4, layers="all", pairs=100))
+
+
+def test_figures_of_passes_are_taken_together():
+    first = result_of(
+        "locality",
         served("a", CODE, (1, 2, 3), last_s=3.0),  # TTFT 1 s, TPOT 2 s / 2
         served("b", CODE, (1, 2, 3), sent_s=0.5, last_s=5.0),  # TTFT 0.5 s, TPOT 4 s / 2
-        Served("c", KJV, (), None, "status 500"),
-    ]
-    tally.workers = {"a": "decode-0", "b": "decode-1", "c": "decode-1"}
-    report = demo._report_policy("locality", tally)
-    assert (report.requests, report.errors) == (3, 1)
-    assert report.ttft_p50_ms == 750.0
-    assert report.tpot_p50_ms == 1500.0
-    assert report.tpot_p99_ms == pytest.approx(1990.0)  # 1000 + 0.99 x 1000
-    assert report.decode_cpu_ms_per_token == pytest.approx(100.0)  # 0.6 s / 6 tokens
-    assert report.worker_shares == {"decode-0": 1 / 3, "decode-1": 2 / 3}
-    assert report.domain_shares == {"code": 0.5, "kjv": 1.0}
+        cpu_s=0.5,
+    )
+    second = result_of("locality", Served("c", KJV, (), None, "status 500"), cpu_s=0.1, active=140.0)
+    figures = measure([first, second])
+    assert figures.ttft_p50_ms == 750.0
+    assert figures.tpot_p50_ms == 1500.0
+    assert figures.tpot_p99_ms == pytest.approx(1990.0)  # 1000 + 0.99 x 1000
+    assert figures.cpu_ms_per_token == pytest.approx(100.0)  # 0.6 s / 6 tokens
+    assert figures.active_experts_mean == 12.0  # (100 + 140) / 20 steps
+    assert figures.live_mean == 4.0
 
 
 def test_a_policy_under_which_all_failed_has_no_times():
-    tally = demo._Tally(served=[Served("a", CODE, (), None, "status 503")])
-    report = demo._report_policy("least_load", tally)
-    assert (report.errors, report.tpot_p50_ms, report.decode_cpu_ms_per_token) == (1, None, None)
+    figures = measure([result_of("least_load", Served("a", CODE, (), None, "status 503"))])
+    assert (figures.tpot_p50_ms, figures.cpu_ms_per_token) == (None, None)
 
 
-def test_outputs_are_compared_prompt_by_prompt_across_policies():
-    first = demo._Tally(served=[served("a-0", CODE, (1, 2)), served("a-1", KJV, (3, 4))])
-    second = demo._Tally(served=[served("b-1", KJV, (3, 5)), served("b-0", CODE, (1, 2))])
-    report = demo._report({"a": first, "b": second})
-    assert (report.outputs_equal, report.outputs_different) == (1, 1)
-    assert report.first_errors == ()
+def test_gains_compare_locality_with_the_best_load_balancer():
+    answer = (1, 2)
+    cpu_s = {"round_robin": (3.0, 3.0), "least_load": (2.0, 4.0), "power_of_two": (2.0, 2.0), "locality": (1.0, 1.5)}
+    passes = [
+        result_of(policy, served("a", CODE, answer), repeat=repeat, cpu_s=values[repeat])
+        for policy, values in cpu_s.items()
+        for repeat in (0, 1)
+    ]
+    experts, cpu = summed(passes).gains
+    assert (cpu.figure, cpu.against) == ("cpu_ms_per_token", "power_of_two")
+    assert (cpu.low, cpu.value, cpu.high) == pytest.approx((0.25, 0.375, 0.5))  # 1 - 1.5/2, 1 - 1/2
+    assert experts.value == 0.0
 
 
-def test_requests_are_a_seeded_shuffle_without_repetition(tmp_path):
-    file = tmp_path / "serve.jsonl"
-    file.write_text("".join(json.dumps({"prompt": f"p{i}"}) + "\n" for i in range(6)))
+def test_rows_are_medians_over_repeats_with_their_spread():
+    passes = [
+        result_of(policy, served("a", CODE, (1, 2)), repeat=repeat, cpu_s=cpu_s)
+        for policy in POLICIES
+        for repeat, cpu_s in enumerate((1.0, 4.0, 2.0))
+    ]
+    row = summed(passes).rows[0]
+    assert [one.cpu_ms_per_token for one in (row.low, row.figures, row.high)] == [500.0, 1000.0, 2000.0]
+    assert row.requests == 3
 
-    def texts(**options):
-        return [prompt.text for prompt in demo._choose(demo.DemoOptions(file, file, **options))]
 
-    assert texts(requests=5) == texts(requests=5)
-    assert len(set(texts(requests=6))) == 6
-    assert len({tuple(texts(requests=6, seed=seed)) for seed in range(5)}) > 1
-    with pytest.raises(InputError, match=r"requests is 7; .* has prompts for 2 to 6"):
-        texts(requests=7)
+def test_outputs_are_compared_with_the_first_of_the_same_prompt():
+    passes = [
+        result_of("round_robin", served("a", CODE, (1, 2)), served("b", KJV, (3, 4))),
+        result_of("least_load", served("b", KJV, (3, 4)), served("a", CODE, (1, 2))),
+        result_of("power_of_two", served("a", CODE, (1, 2))),
+        result_of("locality", served("a", CODE, (1, 2)), served("b", KJV, (3, 5))),
+        result_of("domain", Served("a", CODE, (), None, "status 500")),
+    ]
+    result = summed(passes)
+    equal = {row.policy: (row.outputs_equal, row.outputs_different) for row in result.rows}
+    assert equal == {
+        "round_robin": (True, 0),
+        "least_load": (True, 0),
+        "power_of_two": (True, 0),
+        "locality": (False, 1),
+        "domain": (False, 0),  # no answer is not an equal answer
+    }
+    assert result.first_errors == ("1.1 even domain, a: status 500",)
+
+
+def test_shares_tell_where_requests_and_domains_went():
+    routed = {"a": Routed("decode-0", 1), "b": Routed("decode-1", 2), "c": Routed("decode-1", 1)}
+    asked = [served("a", CODE, (1, 2)), served("b", CODE, (1, 2)), served("c", KJV, (1, 2))]
+    passes = [result_of(policy, *asked, routed=routed) for policy in POLICIES]
+    row = summed(passes).rows[0]
+    assert row.worker_shares == {"decode-0": 1 / 3, "decode-1": 2 / 3}
+    assert row.domain_shares == {"code": 0.5, "kjv": 1.0}
+
+
+# --- the report ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def result():
+    routed = {"a": Routed("decode-0", 1)}
+    return summed(
+        [
+            result_of(policy, served("a", CODE, (1, 2)), mix=mix, repeat=repeat, cpu_s=1.0 + repeat, routed=routed)
+            for repeat in (0, 1)
+            for mix in ("even", "skewed")
+            for policy in POLICIES
+        ]
+    )
+
+
+def test_the_json_has_a_row_for_each_mix_and_policy(result):
+    document = json.loads(json.dumps(page.as_json(result, DemoOptions(Path("c"), Path("s")))))
+    assert [(row["mix"], row["policy"]) for row in document["rows"]] == [
+        (mix, policy) for mix in ("even", "skewed") for policy in POLICIES
+    ]
+    row = document["rows"][0]
+    assert row["cpu_ms_per_token"] == 750.0  # 1 s and 2 s for 2 tokens
+    assert row["spread"]["cpu_ms_per_token"] == [500.0, 1000.0]
+    assert (row["tpot_p50_ms"], row["tpot_p99_ms"], row["ttft_p50_ms"]) == (1000.0, 1000.0, 1000.0)
+    assert (row["active_experts_mean"], row["outputs_equal"]) == (10.0, True)
+
+
+def test_the_headlines_say_what_was_measured_favourable_or_not():
+    cpu_s = {"locality": 3.0}
+    passes = [
+        result_of(
+            policy, served("a", CODE, (1, 2)), cpu_s=cpu_s.get(policy, 2.0), active=90.0 if cpu_s.get(policy) else 120.0
+        )
+        for policy in POLICIES
+    ]
+    even, outputs = page.headlines(summed(passes))
+    assert even == (
+        "Even mix: locality against the best load balancer: 25.0% fewer experts per step (round_robin); "
+        "50.0% more decode CPU time per token (round_robin)."
+    )
+    assert outputs == "Outputs: equal under every policy, token by token (5 requests)."
+
+
+def test_a_table_gives_the_spread_under_each_row(result):
+    table = page.mix_table(result, "even")
+    assert len(table.rows) == 2 * len(POLICIES)
+    assert table.rows[0][0] == "round_robin"
+    assert table.rows[1][6] == "500.00–1000.00"
+
+
+def test_the_page_shows_every_figure_and_needs_nothing_else(result):
+    text = page.page(result, DemoOptions(Path("c"), Path("s")))
+    for title in (
+        "Time per output token",
+        "Active experts over time",
+        "Sizes of the locality band",
+        "Signatures in two dimensions",
+        "Use of the experts of layer",
+    ):
+        assert f"<title>{title}" in text
+    assert "http" not in text.replace("http://www.w3.org", "").replace("http-equiv", "")
+
+
+# --- counters --------------------------------------------------------------------------------------------
+
+METRICS = """# HELP coterie:engine_steps_total steps
+# TYPE coterie:engine_steps_total counter
+coterie:engine_steps_total{engine="0",model_name="m"} 4.0
+coterie:active_experts_total{engine="0",model_name="m"} 50.5
+coterie:step_tokens_total{engine="0",model_name="m"} 64
+coterie:step_tokens_total_more 7
+"""
+
+
+def test_counters_are_read_from_a_page_of_metrics():
+    assert parse(METRICS) == Counters(4, 50.5, 64)
+    assert parse("vllm:num_requests_running 3\n") is None
+
+
+def test_counters_of_all_engines_are_added_up_unless_one_does_not_count():
+    pages = {"a": METRICS, "b": METRICS, "c": ""}
+
+    async def read(*hosts):
+        transport = httpx.MockTransport(lambda request: httpx.Response(200, text=pages[request.url.host]))
+        async with httpx.AsyncClient(transport=transport) as client:
+            return await Watch(client, [f"http://{host}" for host in hosts]).read()
+
+    assert asyncio.run(read("a", "b")) == Counters(8, 101, 128)
+    assert asyncio.run(read("a", "c")) is None
+
+
+def test_an_engine_that_is_gone_is_named():
+    async def read():
+        async with httpx.AsyncClient(transport=httpx.MockTransport(lambda _: httpx.Response(500))) as client:
+            await Watch(client, ["http://a"]).read()
+
+    with pytest.raises(EngineError, match=r"http://a/metrics: .*500"):
+        asyncio.run(read())
 
 
 # --- the client --------------------------------------------------------------------------------------
@@ -72,7 +290,8 @@ def test_requests_are_a_seeded_shuffle_without_repetition(tmp_path):
 
 class Handler(BaseHTTPRequestHandler):
     def do_POST(self):
-        self.server.seen.append((self.headers["x-request-id"], self.rfile.read(int(self.headers["content-length"]))))
+        body = self.rfile.read(int(self.headers["content-length"]))
+        self.server.seen.append((self.headers["x-request-id"], self.headers["x-coterie-domain"], body))
         status, text = self.server.answers.popleft()
         self.send_response(status)
         self.send_header("content-length", str(len(text)))
@@ -116,10 +335,12 @@ def tokens(*ids):
 
 
 def test_tokens_are_counted_by_id_even_where_their_text_is_empty(ask):
-    result, (id_, body) = ask(200, stream({"choices": [{"delta": {"role": "assistant"}}]}, tokens(5), tokens(6, 7)))
+    result, (id_, domain, body) = ask(
+        200, stream({"choices": [{"delta": {"role": "assistant"}}]}, tokens(5), tokens(6, 7))
+    )
     assert result.tokens == (5, 6, 7)
     assert result.timeline.output_tokens == 3
-    assert id_ == "r"
+    assert (id_, domain) == ("r", "code")
     sent = json.loads(body)
     assert (sent["prompt"], sent["stream"], sent["temperature"], sent["ignore_eos"]) == ("text", True, 0, True)
 

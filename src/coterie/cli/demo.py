@@ -3,55 +3,100 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import signal
-from contextlib import ExitStack
-from dataclasses import asdict, replace
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Column, Table
 
+from coterie.cli.show import show
 from coterie.cli.up import default_engine_env, interrupt, live_table
+from coterie.errors import ConfigError
+from coterie.report import svg
+from coterie.report.page import write
 from coterie.up.cluster import Cluster
-from coterie.up.config import load_cluster_config
-from coterie.up.demo import DemoOptions, DemoReport, PolicyReport, run_demo
+from coterie.up.config import ClusterConfig, load_cluster_config
+from coterie.up.demo import DemoOptions, DemoResult, draw_schedule, run_demo
+from coterie.up.demo.page import as_json, headlines, page, tables
 
 _PATH = click.Path(path_type=Path)
-_NOTE = (
-    "A decode step of this tiny model on a CPU takes about as long however many experts are active, so these "
-    "tables show where requests went, not a speed-up.  CPU time includes NIXL's thread that polls without pause."
-)
+_EXAMPLES = Path("examples/demo")
+_WIDTH = 120
 
 
 @click.command()
-@click.option("--cluster", "file", required=True, type=_PATH, help="Cluster file; its `gateway` part is not used.")
-@click.option("--calibrate", required=True, type=_PATH, help="Prompt file to collect and fit from.")
-@click.option("--serve", required=True, type=_PATH, help="Prompt file to serve, one request a prompt.")
-@click.option("--requests", default=60, show_default=True, type=click.IntRange(2), help="Requests under each policy.")
-@click.option("--concurrency", default=16, show_default=True, type=click.IntRange(1), help="Requests in flight.")
-@click.option("--max-tokens", default=48, show_default=True, type=click.IntRange(2), help="Output tokens of each.")
-@click.option("--seed", default=0, show_default=True, type=click.IntRange(0), help="Of the order and of the fit.")
-@click.option("--json", "json_file", type=_PATH, help="Write the result to this file as well.")
-def demo(file: Path, json_file: Path | None, **options: Any) -> None:
-    """Compare least_load and locality on a local cluster of real engines.
+@click.option("--engine", type=click.Choice(("embedded", "vllm")), default="embedded", show_default=True, help="Which.")
+@click.option(
+    "--cluster", "file", type=_PATH, help="Cluster file; its `gateway` part is not used.  [default: by engine]"
+)
+@click.option("--calibrate", type=_PATH, default=_EXAMPLES / "calibrate.jsonl", help="Prompts to collect and fit from.")
+@click.option("--serve", type=_PATH, default=_EXAMPLES / "serve.jsonl", help="Prompts to serve, with labels.")
+@click.option("--requests", default=80, show_default=True, type=click.IntRange(1), help="Of a round, for each policy.")
+@click.option("--concurrency", default=80, show_default=True, type=click.IntRange(1), help="Requests in flight.")
+@click.option("--max-tokens", default=24, show_default=True, type=click.IntRange(2), help="Output tokens of each.")
+@click.option("--rounds", default=2, show_default=True, type=click.IntRange(1), help="Rounds of each mix.")
+@click.option("--repeats", default=1, show_default=True, type=click.IntRange(1), help="Of all rounds, for the spread.")
+@click.option(
+    "--seed", default=0, show_default=True, type=click.IntRange(0), help="Of choices by chance, and of the fit."
+)
+@click.option("--json", "json_file", type=_PATH, help="Write the result to this file.")
+@click.option("--html", type=_PATH, help="Write a report to open in a browser; needs matplotlib.")
+def demo(engine: str, file: Path | None, json_file: Path | None, html: Path | None, **given: Any) -> None:
+    """Compare five routing policies on a local cluster.
 
-    Starts the engines, collects a trace and fits a profile, then serves the same requests under both policies.
+    Starts prefill and decode engines, collects a trace and fits a profile, then serves the same requests under every
+    policy, on an even and on a skewed mix of domains.  Defaults are found from the root of a checkout.
     """
-    console = Console(stderr=True)
-    config = replace(load_cluster_config(file, engine_env=default_engine_env()), gateway=None)
     signal.signal(signal.SIGTERM, interrupt)
-    cluster = Cluster(config)
-    with ExitStack() as stack:
-        with live_table(cluster, console):
-            stack.enter_context(cluster)
-        with _DemoProgress(console) as progress:
-            report = run_demo(cluster, DemoOptions(**options), progress)
-    if json_file:
-        json_file.write_text(json.dumps(asdict(report), indent=2) + "\n", encoding="utf-8")
-    _print(report)
+    options = DemoOptions(**given)
+    config = load_cluster_config(file or _EXAMPLES / f"{engine}.yaml", engine_env=default_engine_env())
+    _check_outputs([path for path in (json_file, html) if path], html)
+    schedule = draw_schedule(options)
+    console = Console(stderr=True)
+    with _scratch(config) as config:
+        cluster = Cluster(config)
+        try:
+            with live_table(cluster, console):
+                cluster.start()
+            with _DemoProgress(console) as progress:
+                result = run_demo(cluster, options, schedule, progress)
+        finally:
+            cluster.stop()
+    _show(result, options, json_file, html)
+
+
+def _check_outputs(paths: Sequence[Path], html: Path | None) -> None:
+    """Before time is spent: can the results be written?"""
+    if html:
+        svg.check()
+    for path in paths:
+        if not path.parent.is_dir():
+            raise ConfigError(f"{path}: there is no folder {path.parent}")
+
+
+@contextmanager
+def _scratch(config: ClusterConfig) -> Iterator[ClusterConfig]:
+    """The configuration with a run folder of its own, which is removed unless an engine failed and left a log."""
+    folder = config.run_dir / f"demo-{os.getpid()}"
+    keep = False
+    try:
+        yield replace(config, run_dir=folder, gateway=None)
+    except Exception:
+        keep = True
+        raise
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the processes are gone: let nothing stop the rest
+        if not keep:
+            shutil.rmtree(folder, ignore_errors=True)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 class _DemoProgress:
@@ -59,14 +104,21 @@ class _DemoProgress:
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        columns = (TextColumn("{task.description:20}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        columns = (TextColumn("{task.description:32}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         self._bar = Progress(*columns, TextColumn("left"), TimeRemainingColumn(), console=console)
         self._task = self._bar.add_task("", visible=False)
+        self._title = ""
 
     def step(self, title: str) -> None:
         """End the bar of the last step and show a new one."""
+        self._bar.update(self._task, description=self._title)
         self._bar.stop_task(self._task)
+        self._title = title
         self._task = self._bar.add_task(title, total=None)
+
+    def detail(self, text: str) -> None:
+        """Say what of the step is done now."""
+        self._bar.update(self._task, description=f"{self._title} {text}")
 
     def begin(self, total: int, done: int) -> None:
         """Say how much the step has to do."""
@@ -88,41 +140,16 @@ class _DemoProgress:
         self._bar.stop()
 
 
-# --- tables ------------------------------------------------------------------------------------------
-
-
-def _print(report: DemoReport) -> None:
-    console = Console(highlight=False)
-    console.print(_policies(report.policies), _domains(report.policies))
-    equal, different = report.outputs_equal, report.outputs_different
-    console.print(f"Outputs under both policies: {equal} equal, {different} different, token by token.")
-    if different:
-        console.print("Floating point sums depend on what shares a batch, so near-ties of greedy decoding can flip.")
-    for error in report.first_errors:
-        console.print(f"error: {error}", style="red", markup=False)
-    console.print(_NOTE)
-
-
-def _policies(policies: tuple[PolicyReport, ...]) -> Table:
-    table = Table(Column("policy", no_wrap=True), title="Requests")
-    for heading in ("TPOT P50", "TPOT P99", "TTFT P50", "decode CPU / token", "share per engine", "errors"):
-        table.add_column(heading, justify="right")
-    for report in policies:
-        shares = ", ".join(f"{share:.0%}" for share in report.worker_shares.values())
-        times = (report.tpot_p50_ms, report.tpot_p99_ms, report.ttft_p50_ms, report.decode_cpu_ms_per_token)
-        table.add_row(report.policy, *map(_ms, times), shares, f"{report.errors} of {report.requests}")
-    return table
-
-
-def _domains(policies: tuple[PolicyReport, ...]) -> Table:
-    table = Table(Column("policy", no_wrap=True), title="Share of each domain on the decode engine that got most of it")
-    for label in policies[0].domain_shares:
-        table.add_column(label, justify="right")
-    for report in policies:
-        shares = [report.domain_shares.get(label) for label in policies[0].domain_shares]
-        table.add_row(report.policy, *("-" if share is None else f"{share:.0%}" for share in shares))
-    return table
-
-
-def _ms(value: float | None) -> str:
-    return "-" if value is None else f"{value:.0f} ms" if value >= 100 else f"{value:.1f} ms"
+def _show(result: DemoResult, options: DemoOptions, json_file: Path | None, html: Path | None) -> None:
+    """Print the tables and write the files; requests that failed make the exit status 1."""
+    if json_file:
+        write(json_file, json.dumps(as_json(result, options), indent=2) + "\n")
+    if html:
+        write(html, page(result, options))
+    show(headlines(result), tables(result), _WIDTH)
+    for path in filter(None, (json_file, html)):
+        click.echo(f"wrote {path}")
+    if result.first_errors:
+        for error in result.first_errors:
+            click.echo(f"coterie: {error}", err=True)
+        sys.exit(1)

@@ -46,7 +46,7 @@ async def serve_all(
     concurrency: int,
     advance: Callable[[], None],
 ) -> list[Served]:
-    """Send requests, each given as id and prompt, `concurrency` at a time; greedy and of fixed length.
+    """Send requests, each given as id and prompt, `concurrency` at a time; greedy, of fixed length, with their label.
 
     A request that fails is a result with its error, not an exception.
     """
@@ -73,10 +73,11 @@ async def _serve(client: httpx.AsyncClient, model: str, id_: str, prompt: Prompt
         "stream": True,
         "return_token_ids": True,
     }
+    headers = {"x-request-id": id_, **({"x-coterie-domain": prompt.label} if prompt.label else {})}
     tokens: list[int] = []
     sent_s = first_s = last_s = time.monotonic()
     try:
-        async for chunk in _chunks(client, prompt.path, body, id_):
+        async for chunk in _chunks(client, prompt.path, body, headers):
             if new := _token_ids(chunk):
                 last_s = time.monotonic()
                 first_s = first_s if tokens else last_s
@@ -88,9 +89,11 @@ async def _serve(client: httpx.AsyncClient, model: str, id_: str, prompt: Prompt
     return Served(id_, prompt, tuple(tokens), RequestTimeline(sent_s, first_s, last_s, len(tokens)))
 
 
-async def _chunks(client: httpx.AsyncClient, path: str, body: dict[str, Any], id_: str) -> AsyncIterator[Any]:
+async def _chunks(
+    client: httpx.AsyncClient, path: str, body: dict[str, Any], headers: dict[str, str]
+) -> AsyncIterator[Any]:
     """The events of a stream, up to its `[DONE]`."""
-    async with client.stream("POST", path, json=body, headers={"x-request-id": id_}) as response:
+    async with client.stream("POST", path, json=body, headers=headers) as response:
         if response.status_code != 200:
             raise EngineError(
                 f"status {response.status_code}: {(await response.aread())[:300].decode(errors='replace')}"
