@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import typing
 from collections.abc import Callable
@@ -100,6 +101,7 @@ def engine(model: Path, served_model_name: str | None, **options: Any) -> None:
         raise click.UsageError("--kv-blocks and --kv-memory exclude one another")
     given = {name: value for name, value in options.items() if value is not None}
     config = WorkerConfig(model, served_model_name or model.resolve().name, **given)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # while weights are converted, it ends as Ctrl-C does
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     with Progress(transient=True, disable=not sys.stderr.isatty()) as bar:

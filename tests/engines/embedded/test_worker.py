@@ -217,10 +217,13 @@ def begin_endless(worker):
 
 def test_a_killed_worker_gives_errors_and_its_memory_goes_with_the_next_start(cluster, weights):
     decode = cluster[1]
-    with running(weights, ("--role", "prefill")) as (doomed,):
+    with running(weights, ("--role", "prefill", "--kv-lease", "1")) as (doomed,):
         prompt = some_prompt()
         params = doomed.prefill(prompt)
         file = Path(FOLDER, PREFIX + params["remote_engine_id"])
+        wait_until(lambda: doomed.metric("coterie:kv_leases") == 0, "the lease to run out")
+        assert doomed.metric("vllm:kv_cache_usage_perc") == 0
+        params = doomed.prefill(prompt)
         assert doomed.post(prompt=prompt, max_tokens=1, kv_transfer_params=params).status_code == 400  # its role
         params = doomed.prefill(prompt)
         lines = begin_endless(doomed)

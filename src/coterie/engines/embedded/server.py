@@ -29,6 +29,7 @@ from coterie.engines.embedded.transfer import FIELD, read_remote
 from coterie.errors import CoterieError, EngineError, RequestError
 
 MAX_BODY_BYTES = 8 << 20
+_LONG_BYTES = 64 << 10
 _JSON = "application/json"
 _EVENTS = "text/event-stream; charset=utf-8"
 _MAX_ID = 128
@@ -199,14 +200,20 @@ async def _generate(worker: Worker, request: Request, read: Callable[[bytes], Ca
     try:
         call = read(body)
         _check_model(worker, call.model)
-        prompts = _prompts(worker, call)
+        # tokenising a long prompt takes a while, in which other requests go on
+        prompts = await asyncio.to_thread(_prompts, worker, call) if len(body) > _LONG_BYTES else _prompts(worker, call)
     except (CoterieError, _RefusedError):
         if remote := read_remote(body):  # whoever holds it would wait in vain
             worker.loads.pulls.drop(remote)
         raise
-    given = request.headers.get("x-request-id", "")[:_MAX_ID]
-    id_ = f"{'chatcmpl' if call.chat else 'cmpl'}-{given or secrets.token_hex(16)}"
-    return _Reply(_Answer(worker, call, prompts, id_))
+    return _Reply(_Answer(worker, call, prompts, _reply_id(request, call)))
+
+
+def _reply_id(request: Request, call: Call) -> str:
+    """By the client's own id, if it is short and plain."""
+    given = request.headers.get("x-request-id", "")
+    plain = 0 < len(given) <= _MAX_ID and given.isascii() and given.isprintable()
+    return f"{'chatcmpl' if call.chat else 'cmpl'}-{given if plain else secrets.token_hex(16)}"
 
 
 def _prompts(worker: Worker, call: Call) -> list[Sequence[int]]:
