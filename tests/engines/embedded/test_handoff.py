@@ -19,7 +19,7 @@ from coterie.engines.embedded.kv import PREFIX, KvFile, NeighbourFile, kv_kind
 from coterie.engines.embedded.kv_server import KvServer
 from coterie.engines.embedded.messages import Message, Operation, RemoteKv, Status, read_answer, read_message
 from coterie.engines.embedded.pulls import Puller
-from coterie.errors import WireError
+from coterie.errors import ConfigError, WireError
 from coterie.shm import FOLDER
 
 SHAPE = (12, 3, 8, 5)
@@ -239,6 +239,15 @@ def test_peers_that_send_nonsense_or_nothing_are_dropped():
                     await reader.readexactly(1)
                 writer.close()
             assert pair.leases.find("cmpl-1") is not None
+
+    run(story())
+
+
+def test_a_port_that_is_taken_is_named():
+    async def story():
+        async with Pair() as pair:
+            with pytest.raises(ConfigError, match="choose another --kv-port"):
+                await KvServer(pair.theirs, pair).start("127.0.0.1", pair.server.port)
 
     run(story())
 

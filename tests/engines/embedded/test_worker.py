@@ -162,13 +162,13 @@ def test_counts_are_those_of_the_plugin(prefill, cluster):
 # --- breaking off --------------------------------------------------------------------------------------
 
 
-def leave_early(worker, rng, fields):
+def leave_early(http, worker, rng, fields):
     """Begin a request and close the connection after a moment, or after some events."""
     patience_s, events = rng.uniform(0, 0.05), rng.randrange(6)
     timeout = httpx.Timeout(30, read=max(patience_s, 0.001))
     body = {"prompt": some_prompt(60), "max_tokens": 200, "stream": rng.random() < 0.7, "ignore_eos": True, **fields}
     try:
-        with HTTP.stream("POST", f"{worker.url}/v1/completions", json=body, timeout=timeout) as reply:
+        with http.stream("POST", f"{worker.url}/v1/completions", json=body, timeout=timeout) as reply:
             for number, _ in enumerate(reply.iter_lines()):
                 if number >= 2 * events:
                     return
@@ -187,13 +187,15 @@ def test_two_hundred_random_aborts_leave_nothing(cluster):
             own, prompt = random.Random(rng.random()), some_prompt(60)
         if number % 3 == 0:
             keep = {"prompt": prompt, "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
-            leave_early(prefill, own, {**keep, "stream": False})
+            leave_early(http, prefill, own, {**keep, "stream": False})
         elif number % 3 == 1:
-            leave_early(decodes[number % 2], own, {"prompt": prompt, "kv_transfer_params": prefill.prefill(prompt)})
+            leave_early(
+                http, decodes[number % 2], own, {"prompt": prompt, "kv_transfer_params": prefill.prefill(prompt)}
+            )
         else:
-            leave_early(decodes[number % 2], own, {"prompt": prompt, "n": own.randrange(1, 4)})
+            leave_early(http, decodes[number % 2], own, {"prompt": prompt, "n": own.randrange(1, 4)})
 
-    with ThreadPoolExecutor(12) as pool:
+    with httpx.Client(trust_env=False) as http, ThreadPoolExecutor(12) as pool:
         list(pool.map(one, range(200)))
     for worker, descriptors in zip(cluster, idle, strict=True):
         for name in ("vllm:num_requests_running", "vllm:num_requests_waiting", "coterie:kv_leases"):

@@ -33,6 +33,7 @@ from coterie.modeling import Model, prepare
 from coterie.modeling.prepare import Progress, open_weights
 
 _BACKLOG = 2048
+_ANY = ("", "0.0.0.0", "::")  # noqa: S104 - refused
 _GRACE_S = 2
 _LOOK_S = 0.5
 DEFAULT_KV_MEMORY_MIB = 256
@@ -62,6 +63,9 @@ class WorkerConfig:
         max_num_seqs: most requests that run at once.
         max_batched_tokens: most tokens of a step.
         prefix_caching: whether KV is found again by its tokens.
+
+    Raises:
+        ConfigError: `kv_host` is no address of one host.
     """
 
     model: Path
@@ -83,6 +87,12 @@ class WorkerConfig:
     max_num_seqs: int = 64
     max_batched_tokens: int = 512
     prefix_caching: bool = True
+
+    def __post_init__(self) -> None:
+        if self.kv_host in _ANY:
+            raise ConfigError(
+                f"--kv-host {self.kv_host}: decode workers are told this address; name one they can reach"
+            )
 
 
 def run(config: WorkerConfig, *, on_ready: Callable[[str], None], progress: Progress | None = None) -> None:
