@@ -71,6 +71,46 @@ def test_pickled_weights_are_not_read(folder):
         load(CheckpointOptions(str(folder)))
 
 
+def installed(monkeypatch, tokenizer, model):
+    """Stand-ins for torch and transformers, whose loaders do as told."""
+    torch = SimpleNamespace(cuda=SimpleNamespace(is_available=lambda: False))
+    transformers = SimpleNamespace(
+        __version__="5.1",
+        AutoConfig=SimpleNamespace(from_pretrained=lambda *_, **__: SimpleNamespace()),
+        AutoTokenizer=SimpleNamespace(from_pretrained=tokenizer),
+        AutoModelForCausalLM=SimpleNamespace(from_pretrained=model),
+        utils=SimpleNamespace(logging=SimpleNamespace(is_progress_bar_enabled=bool, disable_progress_bar=bool)),
+    )
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    monkeypatch.setitem(sys.modules, "transformers", transformers)
+
+
+@pytest.mark.parametrize("failure", [TypeError("no\nmapping"), AttributeError("no mapping"), Exception("no mapping")])
+def test_whatever_fails_in_loading_is_one_message(folder, monkeypatch, failure):
+    def fail(*_, **__):
+        raise failure
+
+    installed(monkeypatch, fail, fail)
+    with pytest.raises(InputError, match=r"checkpoint /.*: cannot be loaded: no mapping"):
+        load(CheckpointOptions(str(folder)))
+
+
+def test_a_checkpoint_without_a_tokenizer_is_refused(folder, monkeypatch):
+    class Empty:
+        all_special_ids = (0,)
+
+        def __len__(self):
+            return 1
+
+    class Model:
+        def to(self, _):
+            return self
+
+    installed(monkeypatch, lambda *_, **__: Empty(), lambda *_, **__: (Model(), {}))
+    with pytest.raises(InputError, match="its tokenizer knows no token; copy the tokenizer's files"):
+        load(CheckpointOptions(str(folder)))
+
+
 # --- prompts ---------------------------------------------------------------------------------------------
 
 

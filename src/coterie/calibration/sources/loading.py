@@ -91,10 +91,11 @@ def load(options: CheckpointOptions) -> Loaded:
                 **_quantization(options.checkpoint, transformers),
             )
             model = model.to(device)
-    except (OSError, ValueError, RuntimeError, ImportError, KeyError) as error:
+    except Exception as error:  # of a damaged config or file, transformers and safetensors raise whatever comes up
         said = " ".join(str(error).split())[:_SAID_CHARACTERS]
         raise InputError(f"checkpoint {options.checkpoint}: cannot be loaded: {said}") from None
     _check_whole(options.checkpoint, report)
+    _check_tokenizer(options.checkpoint, tokenizer)
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return Loaded(model.eval(), tokenizer, device, str(model.dtype).removeprefix("torch."), context)
 
@@ -166,3 +167,11 @@ def _check_whole(checkpoint: str, report: dict[str, Any]) -> None:
                 f"checkpoint {checkpoint}: {len(wrong)} {kind.replace('_', ' ')}, first {wrong[0]}; "
                 "it is not whole, or not of the architecture that its config.json names"
             )
+
+
+def _check_tokenizer(checkpoint: str, tokenizer: Any) -> None:
+    """Where its files are missing, transformers makes one that knows no word."""
+    if len(tokenizer) <= len(tokenizer.all_special_ids):
+        raise InputError(
+            f"checkpoint {checkpoint}: its tokenizer knows no token; copy the tokenizer's files there, too"
+        )
