@@ -84,14 +84,18 @@ def test_of_two_blocks_with_one_content_the_first_is_found():
 def test_no_block_is_lost_or_in_two_states(script):
     pool = BlockPool(6, 4)
     users: list[list[int]] = []
+    named: set[int] = set()
     for action, number in script:
         if action == 0 and (new := pool.allocate(number)) is not None:
             users.append(new)
+            named -= set(new)
         elif action == 1 and users:
             pool.release(users.pop(number % len(users)))
         elif action == 2 and users:
             for block in users[number % len(users)]:
-                pool.publish(block, bytes([number]))
+                if block not in named:  # a full block says one thing
+                    pool.publish(block, bytes([number]))
+                    named.add(block)
         elif action == 3 and (found := pool.find([bytes([number])])):
             pool.hold(found)
             users.append(found)

@@ -115,7 +115,7 @@ class BlockPool:
         return block
 
     def publish(self, block: int, name: BlockHash) -> None:
-        """A held block is full and may be found by this hash; of several blocks the first stays the one found."""
+        """A held block became full and may be found by this hash; of several with one content, the first is found."""
         if name not in self._by_hash:
             self._by_hash[name] = block
             self._hash_of[block] = name
