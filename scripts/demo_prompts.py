@@ -23,7 +23,7 @@ from tiny.sources import DOMAINS, SOURCES, SourceError, fetch, read_members
 from tokenizers import Tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
-PROMPTS = 64  # of each domain in each file
+PROMPTS = {"calibrate": 64, "serve": 72}  # of each domain; a skewed mix serves many of one
 TOKENS = 64  # of each prompt
 
 
@@ -34,8 +34,8 @@ def main() -> int:
         options.sources.mkdir(parents=True, exist_ok=True)
         packages = {source.domain: read_members(source, fetch(source, options.sources)) for source in SOURCES}
         held = {domain: split(documents).held for domain, documents in read_documents(packages).items()}
-        for name, part in (("calibrate", slice(0, None, 2)), ("serve", slice(1, None, 2))):
-            lines = _lines({domain: held[domain][part] for domain in DOMAINS}, tokenizer)
+        for number, (name, count) in enumerate(PROMPTS.items()):
+            lines = _lines({domain: held[domain][number::2] for domain in DOMAINS}, count, tokenizer)
             (options.output / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
     except (SourceError, ValueError) as error:
         print(f"demo_prompts: {error}", file=sys.stderr)
@@ -43,7 +43,7 @@ def main() -> int:
     return 0
 
 
-def _lines(documents: Mapping[str, Sequence[Document]], tokenizer: Tokenizer) -> Iterator[str]:
+def _lines(documents: Mapping[str, Sequence[Document]], count: int, tokenizer: Tokenizer) -> Iterator[str]:
     def encode(text: str) -> Sequence[int]:
         return tokenizer.encode(text).ids
 
@@ -51,7 +51,7 @@ def _lines(documents: Mapping[str, Sequence[Document]], tokenizer: Tokenizer) ->
         return tokenizer.decode(list(ids))
 
     for domain, some in documents.items():
-        for prompt in choose_prompts(domain, some, encode, decode, PROMPTS, TOKENS):
+        for prompt in choose_prompts(domain, some, encode, decode, count, TOKENS):
             yield json.dumps({"prompt": prompt, "label": domain}, ensure_ascii=False) + "\n"
 
 

@@ -7,8 +7,8 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from coterie.cli.show import show
 from coterie.cli.up import default_engine_env, interrupt, live_table
-from coterie.errors import ConfigError
+from coterie.files import check_target
 from coterie.report import svg
 from coterie.report.page import write
 from coterie.up.cluster import Cluster
@@ -39,9 +39,9 @@ _WIDTH = 120
 )
 @click.option("--calibrate", type=_PATH, default=_EXAMPLES / "calibrate.jsonl", help="Prompts to collect and fit from.")
 @click.option("--serve", type=_PATH, default=_EXAMPLES / "serve.jsonl", help="Prompts to serve, with labels.")
-@click.option("--requests", default=80, show_default=True, type=click.IntRange(1), help="Of a round, for each policy.")
-@click.option("--concurrency", default=80, show_default=True, type=click.IntRange(1), help="Requests in flight.")
-@click.option("--max-tokens", default=24, show_default=True, type=click.IntRange(2), help="Output tokens of each.")
+@click.option("--requests", default=96, show_default=True, type=click.IntRange(1), help="Of a round, for each policy.")
+@click.option("--concurrency", default=96, show_default=True, type=click.IntRange(1), help="Requests in flight.")
+@click.option("--max-tokens", default=20, show_default=True, type=click.IntRange(2), help="Output tokens of each.")
 @click.option("--rounds", default=2, show_default=True, type=click.IntRange(1), help="Rounds of each mix.")
 @click.option("--repeats", default=1, show_default=True, type=click.IntRange(1), help="Of all rounds, for the spread.")
 @click.option(
@@ -58,7 +58,10 @@ def demo(engine: str, file: Path | None, json_file: Path | None, html: Path | No
     signal.signal(signal.SIGTERM, interrupt)
     options = DemoOptions(**given)
     config = load_cluster_config(file or _EXAMPLES / f"{engine}.yaml", engine_env=default_engine_env())
-    _check_outputs([path for path in (json_file, html) if path], html)
+    if html:
+        svg.check()
+    for path in filter(None, (json_file, html)):
+        check_target(path, [options.calibrate, options.serve])
     schedule = draw_schedule(options)
     console = Console(stderr=True)
     with _scratch(config) as config:
@@ -70,21 +73,19 @@ def demo(engine: str, file: Path | None, json_file: Path | None, html: Path | No
                 result = run_demo(cluster, options, schedule, progress)
         finally:
             cluster.stop()
-    _show(result, options, json_file, html)
-
-
-def _check_outputs(paths: Sequence[Path], html: Path | None) -> None:
-    """Before time is spent: can the results be written?"""
-    if html:
-        svg.check()
-    for path in paths:
-        if not path.parent.is_dir():
-            raise ConfigError(f"{path}: there is no folder {path.parent}")
+        _write(result, options, json_file, html)
+    show(headlines(result), tables(result), _WIDTH)
+    for path in filter(None, (json_file, html)):
+        click.echo(f"wrote {path}")
+    if result.first_errors:
+        for error in result.first_errors:
+            click.echo(f"coterie: {error}", err=True)
+        sys.exit(1)
 
 
 @contextmanager
 def _scratch(config: ClusterConfig) -> Iterator[ClusterConfig]:
-    """The configuration with a run folder of its own, which is removed unless an engine failed and left a log."""
+    """The configuration with a run folder of its own, which is removed unless an error is explained by its logs."""
     folder = config.run_dir / f"demo-{os.getpid()}"
     keep = False
     try:
@@ -93,10 +94,19 @@ def _scratch(config: ClusterConfig) -> Iterator[ClusterConfig]:
         keep = True
         raise
     finally:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the processes are gone: let nothing stop the rest
+        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # no process is left: let nothing stop the rest
         if not keep:
             shutil.rmtree(folder, ignore_errors=True)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+            with suppress(OSError):  # other things are in it, such as the results
+                config.run_dir.rmdir()
+        signal.signal(signal.SIGINT, handler)
+
+
+def _write(result: DemoResult, options: DemoOptions, json_file: Path | None, html: Path | None) -> None:
+    if json_file:
+        write(json_file, json.dumps(as_json(result, options), indent=2) + "\n")
+    if html:
+        write(html, page(result, options))
 
 
 class _DemoProgress:
@@ -138,18 +148,3 @@ class _DemoProgress:
 
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
-
-
-def _show(result: DemoResult, options: DemoOptions, json_file: Path | None, html: Path | None) -> None:
-    """Print the tables and write the files; requests that failed make the exit status 1."""
-    if json_file:
-        write(json_file, json.dumps(as_json(result, options), indent=2) + "\n")
-    if html:
-        write(html, page(result, options))
-    show(headlines(result), tables(result), _WIDTH)
-    for path in filter(None, (json_file, html)):
-        click.echo(f"wrote {path}")
-    if result.first_errors:
-        for error in result.first_errors:
-            click.echo(f"coterie: {error}", err=True)
-        sys.exit(1)

@@ -22,13 +22,17 @@ _COLUMNS = {
     "ttft_p50_ms": ("TTFT P50", 0),
     "active_experts_mean": ("experts / step", 1),
     "live_mean": ("live / step", 1),
+    "experts_per_token": ("experts / token", 2),
     "cpu_ms_per_token": ("CPU ms / token", 2),
 }
-_NOTE = (
-    "Times in ms. `experts / step`: different experts that a step of a decode engine reads, mean over steps and "
-    "layers; `-` where the engine does not count them. `live / step`: requests in a step. `CPU ms / token`: CPU time "
-    "of the decode engines' processes per output token. `% per engine`: share of the requests that each got. `equal`: "
-    "whether all outputs were equal, token by token, to those of the same prompts under the other policies."
+_NOTE = " ".join(
+    """
+    Times in ms. `experts / step`: different experts that a step of a decode engine reads, mean over steps and layers;
+    `-` where the engine does not count them. `live / step`: requests in a step; `experts / token`: the one by the
+    other. `CPU ms / token`: CPU time of the decode engines' processes per output token. `% per engine`: share of the
+    requests that each got. `equal`: whether all outputs were equal, token by token, to those of the same prompts under
+    the other policies.
+    """.split()
 )
 
 
@@ -176,7 +180,7 @@ def _how(result: DemoResult, options: DemoOptions) -> Section:
         {o.requests} requests a round, {o.concurrency} in flight, {o.max_tokens} output tokens each, greedy; {o.rounds}
         rounds of each mix, repeated {o.repeats} times; figures are medians over the repeats.
 
-        Within a round all policies serve the same requests in turn, and each round begins with another policy. All
+        Within a round all policies serve the same requests in turn, in every second round in reverse. All
         prompts were in the prefill engine's prefix cache before, so that no policy pays for another.
 
         Even mix: all domains alike. Skewed mix: the share of the i-th domain is proportional to 1 / i.

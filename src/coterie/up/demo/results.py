@@ -65,6 +65,8 @@ class Figures:
         tpot_p99_ms: its 99th percentile.
         ttft_p50_ms: median time to first token.
         active_experts_mean: different experts that a step of a decode engine read, mean over steps and MoE layers.
+        experts_per_token: experts read, mean over the MoE layers, per token that the decode engines computed: a step's
+            reads shared among its requests.
         cpu_ms_per_token: CPU time of the decode engines' processes per output token.
         live_mean: requests that a step of a decode engine served, mean over steps.
     """
@@ -73,6 +75,7 @@ class Figures:
     tpot_p99_ms: float | None
     ttft_p50_ms: float | None
     active_experts_mean: float | None
+    experts_per_token: float | None
     cpu_ms_per_token: float | None
     live_mean: float | None
 
@@ -205,6 +208,7 @@ def measure(passes: Sequence[PassResult]) -> Figures:
         tpot_p99_ms=_percentile_ms(tpots, 99),
         ttft_p50_ms=_percentile_ms([timeline.ttft_s for timeline in timelines], 50),
         active_experts_mean=counted.active / counted.steps if counted.steps else None,
+        experts_per_token=counted.active / counted.rows if counted.rows else None,
         cpu_ms_per_token=1000 * sum(one.cpu_s for one in passes) / tokens if tokens else None,
         live_mean=counted.rows / counted.steps if counted.steps else None,
     )

@@ -35,9 +35,9 @@ class DemoOptions:
 
     calibrate: Path
     serve: Path
-    requests: int = 80
-    concurrency: int = 80
-    max_tokens: int = 32
+    requests: int = 96
+    concurrency: int = 96
+    max_tokens: int = 20
     rounds: int = 2
     repeats: int = 1
     seed: int = 0
@@ -78,8 +78,8 @@ def request_id(planned: Pass, number: int) -> str:
 def draw_schedule(options: DemoOptions) -> Schedule:
     """Choose prompts, and put the passes in order.
 
-    The policies take turns within each round, so that what a machine does meanwhile falls on all of them, and
-    each round begins with another one.
+    The policies take turns within each round, and every second round in reverse, so that what else a machine does
+    meanwhile falls on all of them alike.
 
     Raises:
         InputError: the prompt file is not usable, or has too few prompts of a label.
@@ -99,10 +99,17 @@ def _passes(options: DemoOptions, by_label: Mapping[str, Sequence[Prompt]]) -> I
             for m, mix in enumerate(MIXES)
         }
         for number in range(options.rounds):
-            first = (repeat * options.rounds + number) % len(POLICIES)
+            order = _order(repeat * options.rounds + number)
             for mix in MIXES:
-                for policy in POLICIES[first:] + POLICIES[:first]:
+                for policy in order:
                     yield Pass(repeat, mix, number, policy, draws[mix][number])
+
+
+def _order(number: int) -> tuple[str, ...]:
+    """Of the policies in a round: two rounds have opposite orders, and each two begin with another policy."""
+    first = number // 2 % len(POLICIES)
+    order = POLICIES[first:] + POLICIES[:first]
+    return order[::-1] if number % 2 else order
 
 
 def _draw(
