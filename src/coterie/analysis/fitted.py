@@ -9,6 +9,7 @@ import numpy as np
 from coterie.analysis.correlation import Floats
 from coterie.calibration import Profile
 from coterie.calibration.profile import Donor, ExpertLead, LayerChoice
+from coterie.clustering.exact import UnitRows
 from coterie.core import ModelGeometry
 from coterie.quality import Rho
 from coterie.signature import Kind
@@ -79,8 +80,7 @@ class ProfileInspection:
 
 def inspect_profile(profile: Profile) -> ProfileInspection:
     """Describe a profile."""
-    exact = profile.centroids.astype(np.float64)
-    similarity = exact @ exact.T
+    similarity = UnitRows("centroid", profile.centroids).cosines(profile.centroids)
     return ProfileInspection(
         model=profile.model,
         geometry=profile.geometry,

@@ -11,6 +11,7 @@ from coterie.activations import ActivationTrace
 from coterie.analysis.correlation import Indices
 from coterie.calibration import Profile, fit
 from coterie.calibration.fit import Layers, Progress, values_of
+from coterie.clustering.exact import UnitRows
 from coterie.errors import InputError
 from coterie.signature import Kind, Rows
 
@@ -133,7 +134,7 @@ def _nearest(trace: ActivationTrace, profile: Profile, requests: Indices, fitted
     rows = profile.transform.apply(values_of(trace, profile.transform.kind)[requests])
     directed = rows.any(axis=1)
     rows = rows[directed]
-    nearest = (rows @ profile.centroids.T).argmax(axis=1)
+    nearest = UnitRows("row", rows).cosines(profile.centroids).argmax(axis=1)
     return HeldOut(profile, fitted, requests[directed], rows, nearest, int((~directed).sum()))
 
 

@@ -17,6 +17,7 @@ from coterie.calibration.fit import (
 )
 from coterie.calibration.profile import Donor, Profile
 from coterie.clustering import Clustering, Labels, balanced_assignment, centroids_of, refit
+from coterie.clustering.exact import UnitRows
 from coterie.errors import InputError
 from coterie.quality import DEFAULT_PAIRS, random_pairs
 from coterie.signature import Kind, Rows
@@ -94,8 +95,8 @@ def _inherit(trace: ActivationTrace, donor_trace: ActivationTrace, donor: Profil
             f"{donor.model} ({donor.geometry}); give the trace that the profile was fitted to"
         )
     check_requests(donor_trace, donor.clusters)
-    similarity = signatures_of(donor_trace, donor.transform) @ donor.centroids.T
-    divided = balanced_assignment(similarity.astype(np.float64), -(-len(donor_trace) // donor.clusters))
+    similarity = UnitRows("row", signatures_of(donor_trace, donor.transform)).cosines(donor.centroids)
+    divided = balanced_assignment(similarity, -(-len(donor_trace) // donor.clusters))
     cluster_of: dict[str, int] = {}
     for prompt, k in zip(donor_trace.prompt_hashes, divided.tolist(), strict=True):
         cluster_of.setdefault(prompt, k)  # a prompt that the donor ran several times: its first run counts
@@ -120,7 +121,7 @@ def _cluster(rows: Rows, inherited: Labels, clusters: int, rounds: int) -> Clust
     centroids = centroids_of(rows[known], inherited[known], clusters)
     if rounds:
         return refit(rows, centroids, max_rounds=rounds)
-    similarity = rows @ centroids.T
+    similarity = UnitRows("row", rows).cosines(centroids)
     labels = np.where(known, inherited, similarity.argmax(axis=1))
     cohesion = float(similarity[np.arange(len(rows)), labels].mean())
     return Clustering(centroids, labels, cohesion)
