@@ -34,7 +34,8 @@ def weights(tmp_path_factory):
 @pytest.fixture(scope="module")
 def cluster(weights):
     """A prefill worker, a decode worker by shared memory, one by TCP."""
-    with running(weights, (), ("--kv-transport", "shm"), ("--kv-transport", "tcp")) as workers:
+    lease = ("--kv-lease", "8")  # what a client's leaving cannot end in time, because the reply is on its way, ends so
+    with running(weights, lease, ("--kv-transport", "shm"), ("--kv-transport", "tcp")) as workers:
         yield workers
 
 

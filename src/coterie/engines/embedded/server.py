@@ -33,6 +33,7 @@ _LONG_BYTES = 64 << 10
 _JSON = "application/json"
 _EVENTS = "text/event-stream; charset=utf-8"
 _MAX_ID = 128
+_TURNS = 8  # of the loop: more than it takes from a closed socket to the end of the answer
 
 WorkerRole = Literal["prefill", "decode", "both"]
 
@@ -267,6 +268,8 @@ class _Answer:
             if problem := _problem(choice):
                 await client.refuse(problem)
                 return
+        if self._call.transfer.keep:
+            await _catch_up()
         params = self._params(generation.choices[0])
         await client.whole(200, _JSON, self._replies.full(generation.choices, self._usage(), params))
 
@@ -289,6 +292,12 @@ class _Answer:
 
     def _params(self, choice: Choice) -> dict[str, Any] | None:
         return self._generation.params(choice, self._worker.engine_id, self._worker.address)
+
+
+async def _catch_up() -> None:
+    """Let the loop hear what came in during the engine's step: a client that has left would not fetch its KV."""
+    for _ in range(_TURNS):
+        await asyncio.sleep(0)
 
 
 def _problem(choice: Choice) -> _RefusedError | None:

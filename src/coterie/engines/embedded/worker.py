@@ -9,6 +9,7 @@ import math
 import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ _BACKLOG = 2048
 _ANY = ("", "0.0.0.0", "::")  # noqa: S104 - refused
 _GRACE_S = 2
 _LOOK_S = 0.5
+_SWITCH_S = 0.0005  # the event loop waits so long for the engine's thread; by default ten times as long, a whole step
 DEFAULT_KV_MEMORY_MIB = 256
 
 
@@ -122,6 +124,7 @@ def default_weights_dir(model: Path) -> Path:
 async def _run(
     config: WorkerConfig, model: Model, tokenizer: Tokenizer, source: str, on_ready: Callable[[str], None]
 ) -> None:
+    sys.setswitchinterval(_SWITCH_S)
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
