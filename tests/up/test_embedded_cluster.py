@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import random
+import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -31,7 +34,7 @@ HTTP = httpx.Client(timeout=60, trust_env=False)
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
     folder = tmp_path_factory.mktemp("cluster")
-    pool = 'args: ["--kv-blocks", "200"]'
+    pool = 'args: ["--kv-blocks", "200", "--kv-lease", "8"]'
     (folder / "cluster.yaml").write_text(f"""
 model: {TINY}
 served_model_name: tiny
@@ -88,31 +91,57 @@ def expected(cluster):
     return {prompt: answer(cluster.decode_urls[1], prompt) for prompt in PROMPTS}
 
 
-@pytest.mark.parametrize("policy", ["least_load", "locality"])
-def test_every_policy_gives_the_text_of_one_process(cluster, profile, expected, policy):
-    keys = {"decode_policy": policy, "log_requests": False}
-    member = cluster.start_gateway({**keys, "profile": str(profile)} if policy == "locality" else keys, name=policy)
-    try:
-        with ThreadPoolExecutor(6) as pool:
-            texts = list(pool.map(lambda n: answer(member.url, PROMPTS[n % 6], stream=n % 2 == 0), range(24)))
-        assert texts == [expected[PROMPTS[n % 6]] for n in range(24)]
-        decisions = HTTP.get(f"{member.admin_url}/decisions").json()["decisions"]
-        if policy == "locality":
-            assert Counter(decision["reason"] for decision in decisions) == {"locality band": 24}
-        assert {decision["decode"] for decision in decisions} == {"decode-0", "decode-1"}
-    finally:
-        cluster.stop_member(member)
-    for url in (*cluster.prefill_urls, *cluster.decode_urls):
-        assert metric(url, "vllm:num_requests_running") == metric(url, "coterie:kv_leases") == 0
-        assert metric(url, "vllm:kv_cache_usage_perc") == 0
+@pytest.fixture(scope="module")
+def least_load(cluster):
+    return cluster.start_gateway({"decode_policy": "least_load", "log_requests": False}, name="least-load")
 
 
-def test_a_request_that_the_decode_worker_refuses_leaves_no_lease(cluster):
-    member = cluster.start_gateway({"log_requests": False}, name="refusing")
-    try:
-        reply = HTTP.post(f"{member.url}/v1/completions", json={"model": "tiny", "prompt": "a", "max_tokens": 4000})
-        assert reply.status_code == 400
-        assert "shorten the prompt or lower max_tokens" in reply.json()["error"]["message"]
-    finally:
-        cluster.stop_member(member)  # waits for releases
-    assert metric(cluster.prefill_urls[0], "coterie:kv_leases") == 0
+@pytest.fixture(scope="module")
+def locality(cluster, profile):
+    keys = {"decode_policy": "locality", "profile": str(profile), "log_requests": False}
+    return cluster.start_gateway(keys, name="locality")
+
+
+@pytest.fixture(params=["least_load", "locality"])
+def gateway(request):
+    return request.getfixturevalue(request.param)
+
+
+def assert_nothing_is_held(cluster):
+    deadline_s = time.monotonic() + 20
+    names = ("vllm:num_requests_running", "coterie:kv_leases", "vllm:kv_cache_usage_perc")
+    urls = (*cluster.prefill_urls, *cluster.decode_urls)
+    while any(metric(url, name) for url in urls for name in names):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+
+
+def test_every_policy_gives_the_text_of_one_process(cluster, gateway, expected):
+    with ThreadPoolExecutor(6) as pool:
+        texts = list(pool.map(lambda n: answer(gateway.url, PROMPTS[n % 6], stream=n % 2 == 0), range(24)))
+    assert texts == [expected[PROMPTS[n % 6]] for n in range(24)]
+    decisions = HTTP.get(f"{gateway.admin_url}/decisions").json()["decisions"]
+    assert {decision["decode"] for decision in decisions} == {"decode-0", "decode-1"}
+    if "locality" in gateway.process.spec.name:
+        assert Counter(decision["reason"] for decision in decisions) == {"locality band": 24}
+    assert_nothing_is_held(cluster)
+
+
+def test_a_request_that_the_decode_worker_refuses_leaves_no_lease(cluster, least_load):
+    reply = HTTP.post(f"{least_load.url}/v1/completions", json={"model": "tiny", "prompt": "a", "max_tokens": 4000})
+    assert reply.status_code == 400
+    assert "shorten the prompt or lower max_tokens" in reply.json()["error"]["message"]
+    assert_nothing_is_held(cluster)
+
+
+def test_clients_that_leave_at_any_moment_leave_nothing_behind(cluster, locality):
+    rng = random.Random(1)
+    for _ in range(30):
+        body = {"model": "tiny", "prompt": rng.choice(PROMPTS), "max_tokens": 200, "ignore_eos": True, "stream": True}
+        timeout = httpx.Timeout(20, read=rng.uniform(0.001, 0.03))
+        with (
+            contextlib.suppress(httpx.ReadTimeout),
+            HTTP.stream("POST", f"{locality.url}/v1/completions", json=body, timeout=timeout) as reply,
+        ):
+            next(reply.iter_lines())
+    assert_nothing_is_held(cluster)
