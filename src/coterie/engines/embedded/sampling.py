@@ -155,9 +155,11 @@ def _nucleus(chances: npt.NDArray[np.float64], top_p: float) -> Indices:
     """Ascending indices of the fewest chances that make up `top_p` of their sum (arXiv 1904.09751)."""
     whole = chances.sum()
     # Those below this have less than 1 - top_p among them all, so none is needed: few are left to sort.
-    ordered = np.sort(chances[chances >= (1 - top_p) * whole / len(chances)])[::-1]
+    candidates = np.flatnonzero(chances >= (1 - top_p) * whole / len(chances))
+    near = chances[candidates]
+    ordered = np.sort(near)[::-1]
     count = min(int(ordered.cumsum().searchsorted(top_p * whole)) + 1, len(ordered))
-    return _at_least(chances, ordered[count - 1], count)
+    return candidates[_at_least(near, ordered[count - 1], count)]
 
 
 def _at(chances: npt.NDArray[np.float64], u: float) -> int:
