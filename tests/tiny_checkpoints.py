@@ -33,7 +33,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "mlp_only_layers": [],
     },
     "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None},
-    "olmoe": {"num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": False},
+    "olmoe": {"num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": False, "num_key_value_heads": 4},
     "deepseek_v3": {
         "n_routed_experts": 8,
         "num_experts_per_tok": 2,

@@ -39,7 +39,7 @@ def test_mixtral_always_renormalises_and_may_have_a_window(tmp_path):
 
 def test_olmoe_norms_all_heads_together(tmp_path):
     config = read(tmp_path, "olmoe")
-    assert config.attention == GroupedAttention(kv_heads=2, head_dim=16, norm="full", window=None)
+    assert config.attention == GroupedAttention(kv_heads=4, head_dim=16, norm="full", window=None)
     assert config.gate == SoftmaxRule(top_k=2, renormalise=False)
 
 

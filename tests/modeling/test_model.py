@@ -201,7 +201,7 @@ def test_a_model_says_what_it_is(models):
     assert model.geometry == ModelGeometry(layers=1, experts=8, top_k=2)
     assert model.vocab == 50
     assert model.kv_shape(3, 16) == (3, 2, 16, 12 + 4)  # latent and rotary key
-    assert models["olmoe"].kv_shape(3, 16) == (3, 2, 16, 2 * 2 * 16)  # keys and values of two heads
+    assert models["olmoe"].kv_shape(3, 16) == (3, 2, 16, 2 * 4 * 16)  # keys and values of four heads
 
 
 @pytest.mark.parametrize("block_size", [0, 3, 48, 96])
@@ -245,9 +245,9 @@ def test_a_step_that_does_not_fit_is_refused(models, change, message):
 @pytest.mark.parametrize(
     "kv",
     [
-        np.zeros((4, 2, 16, 63), np.float32),
-        np.zeros((4, 2, 16, 64)),
-        np.zeros((4, 2, 32, 64), np.float32)[:, :, ::2],
+        np.zeros((4, 2, 16, 127), np.float32),
+        np.zeros((4, 2, 16, 128)),
+        np.zeros((4, 2, 32, 128), np.float32)[:, :, ::2],
         np.zeros((4, 32), np.float32),
     ],
 )

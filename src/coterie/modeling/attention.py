@@ -12,6 +12,7 @@ The cache is `[blocks, layers, block_size, width]`: a block holds all layers of 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,7 +24,7 @@ from coterie.modeling.tiles import Floats, Shape, same_bits
 KV_TILE = 64
 """Positions of a tile of keys and values."""
 QUERY_ROWS = 8
-"""Rows of a tile of queries: heads that share keys, times tokens."""
+"""Rows of a product of queries: heads that share keys, of one token or of several."""
 _LOWEST = np.float32(-1e30)  # below every score, and finite: -inf minus -inf is no number
 
 Indices = npt.NDArray[np.intp]
@@ -56,28 +57,27 @@ class CacheHeads:
 
     @property
     def tile_tokens(self) -> int:
-        """Tokens of a tile of queries."""
-        return max(1, QUERY_ROWS // self.share)
+        """Tokens of a tile of queries: so few as make up whole products."""
+        return QUERY_ROWS // math.gcd(self.share, QUERY_ROWS)
 
     @property
-    def decode_tokens(self) -> int:
-        """Tokens of a tile that has but one: not filled up where the machine gives one token alone the same bits."""
-        same = all(same_bits(self.share, *shape) for shape in self.shapes)
-        return 1 if same else self.tile_tokens
+    def lone_height(self) -> int | None:
+        """Rows of the products of a token alone, where the machine gives them the same bits; None where it does not."""
+        height = QUERY_ROWS if self.tile_tokens == 1 else self.share
+        return height if all(same_bits(height, *shape) for shape in self.shapes) else None
 
     @property
     def shapes(self) -> tuple[Shape, Shape]:
-        """The two products of a tile of queries with a tile of keys and values."""
-        rows = self.tile_tokens * self.share
-        return (rows, self.key_dim, KV_TILE), (rows, KV_TILE, self.value_dim)
+        """The two products of queries with a tile of keys and values."""
+        return (QUERY_ROWS, self.key_dim, KV_TILE), (QUERY_ROWS, KV_TILE, self.value_dim)
 
     def split(self, tile: Floats) -> tuple[Floats, Floats]:
-        """Views of `tile [n, KV_TILE, width]`: keys `[n, heads, key_dim, KV_TILE]`, values `[n, heads, KV_TILE, d]`."""
+        """Views of `tile [n, KV_TILE, width]`: keys `[n, heads, 1, key_dim, KV_TILE]`, values `[.., KV_TILE, d]`."""
         middle = self.heads * self.key_dim
         keys = tile[..., :middle].reshape(len(tile), KV_TILE, self.heads, self.key_dim)
         values = tile[..., : self.value_dim] if self.latent else tile[..., middle:]
         values = values.reshape(len(tile), KV_TILE, self.heads, self.value_dim)
-        return keys.transpose(0, 2, 3, 1), values.transpose(0, 2, 1, 3)
+        return keys.transpose(0, 2, 3, 1)[:, :, None], values.transpose(0, 2, 1, 3)[:, :, None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,7 +88,7 @@ class KvTile:
         queries: so many of the group's tiles of queries, from the first.
         units: `[n, pieces]` pieces of the cache that make up the tile, for layer 0; n is `queries`, or 1 where
             all belong to one request.
-        visible: `[queries, 1, rows, KV_TILE]`; None where every row sees all of it.
+        visible: `[queries, 1, products, height, KV_TILE]`; None where every row sees all of it.
         stale: `[n, KV_TILE]` positions that hold nothing of the request; None where all do.
     """
 
@@ -104,10 +104,12 @@ class QueryGroup:
 
     Attributes:
         tokens: `[n, q]` the step's tokens in each tile; a tile that is not full repeats its first.
+        height: rows of a product; a tile of queries is one or several.
         tiles: steps along the cache, from position 0.
     """
 
     tokens: Indices
+    height: int
     tiles: tuple[KvTile, ...]
 
 
@@ -159,15 +161,18 @@ def decode_group(
         heads: what the cache holds.
         window: positions that a token sees; None for all.
     """
-    spread, at = (np.repeat(values[:, None], heads.decode_tokens, axis=1) for values in (tokens, positions))
+    height = heads.lone_height
+    of_tile = heads.tile_tokens if height is None else 1
+    spread, at = (np.repeat(values[:, None], of_tile, axis=1) for values in (tokens, positions))
+    height = height or QUERY_ROWS
     tiles = []
     for number in range(len(units[0])):
         count = sum(len(own) > number for own in units)
         own = np.stack([pieces[number] for pieces in units[:count]])
         seen = _seen(at[:count], number, window)
         stale = _beyond(positions[:count] + 1, number)
-        tiles.append(_tile(count, own, seen, stale, heads.share))
-    return QueryGroup(spread, tuple(tiles))
+        tiles.append(_tile(count, own, seen, stale, heads.share, height))
+    return QueryGroup(spread, height, tuple(tiles))
 
 
 def prefill_group(
@@ -191,12 +196,12 @@ def prefill_group(
         count = int((at.max(axis=1) >= number * KV_TILE).sum())
         seen = _seen(at[:count], number, window)
         stale = _beyond(positions[-1:] + 1, number)
-        tiles.append(_tile(count, units[number : number + 1], seen, stale, heads.share))
-    return QueryGroup(tokens[places], tuple(tiles))
+        tiles.append(_tile(count, units[number : number + 1], seen, stale, heads.share, QUERY_ROWS))
+    return QueryGroup(tokens[places], QUERY_ROWS, tuple(tiles))
 
 
-def _tile(count: int, units: Indices, seen: Mask, stale: Mask, share: int) -> KvTile:
-    visible = None if seen.all() else np.repeat(seen, share, axis=1)[:, None]
+def _tile(count: int, units: Indices, seen: Mask, stale: Mask, share: int, height: int) -> KvTile:
+    visible = None if seen.all() else np.repeat(seen, share, axis=1).reshape(count, 1, -1, height, KV_TILE)
     return KvTile(count, units, visible, stale if stale.any() else None)
 
 
@@ -228,8 +233,8 @@ def attend(
         out: `[T, heads, share, value_dim]`; the rows of the group's tokens are written.
     """
     count = len(group.tokens)
-    tiled = queries[group.tokens].transpose(0, 2, 1, 3, 4).reshape(count, heads.heads, -1, heads.key_dim)
-    state = _Softmax.start(tiled.shape[:3], heads.value_dim)
+    tiled = queries[group.tokens].transpose(0, 2, 1, 3, 4).reshape(count, heads.heads, -1, group.height, heads.key_dim)
+    state = _Softmax.start(tiled.shape[:4], heads.value_dim)
     for tile in group.tiles:
         content = room[: len(tile.units)]
         pieces = content.reshape(*tile.units.shape, *store.shape[1:])
@@ -250,9 +255,9 @@ class _Softmax:
     """State of the online softmax of n tiles of queries.
 
     Attributes:
-        top: `[n, heads, rows, 1]` largest score so far.
+        top: `[n, heads, products, height, 1]` largest score so far.
         total: the same shape: sum of exp(score - top).
-        output: `[n, heads, rows, d]` sum of exp(score - top) * value.
+        output: `[n, heads, products, height, d]` sum of exp(score - top) * value.
     """
 
     top: Floats
@@ -265,7 +270,7 @@ class _Softmax:
         return cls(top, np.zeros_like(top), np.zeros((*shape, value_dim), np.float32))
 
     def add(self, scores: Floats, values: Floats) -> None:
-        """Take in a tile: `scores [m, heads, rows, KV_TILE]` of the first m, which are overwritten, and its values."""
+        """Take in a tile: `scores [m, .., KV_TILE]` of the first m, which are overwritten, and its values."""
         top, total, output = (part[: len(scores)] for part in (self.top, self.total, self.output))
         higher = np.maximum(top, scores.max(axis=-1, keepdims=True))
         shrink = np.exp(top - higher)
