@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -98,14 +98,14 @@ def _replay(ids: Ids, tokens: npt.NDArray[np.int64]) -> _Measure:
     rows = starts[:, None] + np.arange(steps) % tokens[:, None]  # (N, steps)
 
     def measure(layers: slice, experts: int, batches: Sequence[Indices]) -> Floats:
-        masks = _masks(ids[:, layers], experts)
+        masks = expert_sets(ids[:, layers], experts)
         unions = (np.bitwise_or.reduce(masks[rows[batch]], axis=0) for batch in batches)  # (steps, layers, E / 8)
         return np.stack([_BITS[union].sum(axis=(0, 2)) / steps for union in unions])
 
     return measure
 
 
-def _masks(ids: Ids, experts: int) -> npt.NDArray[np.uint8]:
+def expert_sets(ids: Ids, experts: int) -> npt.NDArray[np.uint8]:
     """Sets of experts as bits: `[tokens, layers, top_k]` ids to `[tokens, layers, ceil(E / 8)]` bytes."""
     masks = np.zeros((*ids.shape[:2], -(-experts // 8)), dtype=np.uint8)
     flat = masks.reshape(-1)
@@ -114,6 +114,11 @@ def _masks(ids: Ids, experts: int) -> npt.NDArray[np.uint8]:
         chosen = ids[..., k].astype(np.int64)
         flat[first + (chosen >> 3)] |= np.left_shift(1, chosen & 7).astype(np.uint8)
     return masks
+
+
+def count_experts(sets: npt.NDArray[np.unsignedinteger[Any]]) -> int:
+    """How many experts are in sets of any shape and width, as `expert_sets` makes them, all together."""
+    return int(_BITS[sets.view(np.uint8)].sum())
 
 
 def _expect(counts: Counts, tokens: npt.NDArray[np.int64]) -> _Measure:

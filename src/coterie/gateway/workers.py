@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from coterie.core import Decision, Role, RouteRequest, WorkerState
 from coterie.gateway.config import GatewayConfig
 from coterie.gateway.pool import Pool
-from coterie.routing import Ledger, Policy, route
+from coterie.routing import Ledger, Policy, random_stream, route
 
 
 class Worker:
@@ -52,7 +50,7 @@ class Fleet:
         self.targets = [WorkerState(name=name, group=name, available=False) for name in self.workers]
         self.ledger = Ledger(self.targets)
         self.policy: Policy | None = None
-        self._rng = np.random.default_rng([config.seed, 0 if role == "prefill" else 1])
+        self._rng = random_stream(config.seed, role)
 
     def choose(self, request: RouteRequest) -> tuple[Worker, Decision]:
         """Choose an available worker.

@@ -13,7 +13,7 @@ from coterie.routing.domain import Domain
 from coterie.routing.ledger import Lease, LeaseTotals, Ledger
 from coterie.routing.load import LeastLoad, PowerOfTwo, Random, RoundRobin
 from coterie.routing.locality import DEFAULT_TAU, Locality, groups_of
-from coterie.routing.policy import Policy, Reads, route
+from coterie.routing.policy import Policy, Reads, random_stream, route
 from coterie.routing.prefix import PREFIX_BYTES, Prefix
 
 __all__ = [
@@ -36,6 +36,7 @@ __all__ = [
     "RoundRobin",
     "groups_of",
     "make_policy",
+    "random_stream",
     "route",
 ]
 

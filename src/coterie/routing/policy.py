@@ -12,7 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
-from coterie.core import Decision, RouteRequest, WorkerState
+from coterie.core import Decision, Role, RouteRequest, WorkerState
 from coterie.errors import NoWorkerError
 
 
@@ -54,6 +54,11 @@ def route(policy: Policy, request: RouteRequest, workers: Sequence[WorkerState],
         names = ", ".join(worker.name for worker in workers) or "none configured"
         raise NoWorkerError(f"no worker is available ({names})")
     return policy.choose(request, available, rng)
+
+
+def random_stream(seed: int, role: Role) -> np.random.Generator:
+    """The stream of chance for the policy of one role: the same in the gateway and in the simulator."""
+    return np.random.default_rng([seed, 0 if role == "prefill" else 1])
 
 
 def least_loaded(workers: Sequence[WorkerState]) -> WorkerState:

@@ -1,0 +1,27 @@
+"""A simulated cluster under the gateway's own policies and ledger.
+
+Read first: `cluster` (one request's life), `workers` (what takes time), `experts` (what locality saves).
+"""
+
+from __future__ import annotations
+
+from coterie.sim.cluster import Change, ClusterSpec, parse_topology
+from coterie.sim.experts import ExpectedExperts, ReplayedExperts
+from coterie.sim.result import Row
+from coterie.sim.run import simulate
+from coterie.sim.workload import Population, RecordedTimes, Stream, Traffic, population_of
+
+__all__ = [
+    "Change",
+    "ClusterSpec",
+    "ExpectedExperts",
+    "Population",
+    "RecordedTimes",
+    "ReplayedExperts",
+    "Row",
+    "Stream",
+    "Traffic",
+    "parse_topology",
+    "population_of",
+    "simulate",
+]

@@ -1,0 +1,80 @@
+"""What a simulation found."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from coterie.sim.cluster import Cluster
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One policy at one rate.  Figures are None where there is nothing that they could be of.
+
+    Attributes:
+        policy: that chose decode workers.
+        rate: requests each second.
+        seed: of arrivals, order and policies.
+        requests: arrived.
+        failed: of them, not served.
+        tpot_p50_ms: median time per output token.
+        tpot_p99_ms: its 99th percentile.
+        ttft_p50_ms: median time to first token.
+        ttft_p99_ms: its 99th percentile.
+        active_experts_mean: different experts that a decode step activates in a layer, mean over steps and MoE layers.
+        batch_mean: requests of a decode step, mean over steps.
+        decode_steps: of all workers.
+        busy_share: time in decode steps over the time of all decode workers, until the last request ended.
+    """
+
+    policy: str
+    rate: float
+    seed: int
+    requests: int
+    failed: int
+    tpot_p50_ms: float | None
+    tpot_p99_ms: float | None
+    ttft_p50_ms: float | None
+    ttft_p99_ms: float | None
+    active_experts_mean: float | None
+    batch_mean: float | None
+    decode_steps: int
+    busy_share: float | None
+
+
+def sum_up(cluster: Cluster, layers: int, *, policy: str, rate: float, seed: int, end_s: float) -> Row:
+    """Figures of a cluster that has served its requests.
+
+    Args:
+        cluster: with no request left in it.
+        layers: MoE layers of the model.
+        policy: name of its decode policy.
+        rate: requests each second.
+        seed: what was drawn with.
+        end_s: when the last request ended.
+    """
+    census, totals = cluster.census(), cluster.totals()
+    steps = sum(one.steps for one in totals)
+    active, requests, busy_s = (sum(getattr(one, name) for one in totals) for name in ("active", "requests", "busy_s"))
+    return Row(
+        policy=policy,
+        rate=rate,
+        seed=seed,
+        requests=census.arrived,
+        failed=census.failed,
+        tpot_p50_ms=_percentile_ms(cluster.tpot_s, 50),
+        tpot_p99_ms=_percentile_ms(cluster.tpot_s, 99),
+        ttft_p50_ms=_percentile_ms(cluster.ttft_s, 50),
+        ttft_p99_ms=_percentile_ms(cluster.ttft_s, 99),
+        active_experts_mean=active / steps / layers if steps else None,
+        batch_mean=requests / steps if steps else None,
+        decode_steps=steps,
+        busy_share=busy_s / (end_s * len(totals)) if steps else None,
+    )
+
+
+def _percentile_ms(seconds: Sequence[float], percent: int) -> float | None:
+    return 1000 * float(np.percentile(seconds, percent)) if seconds else None

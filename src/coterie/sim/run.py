@@ -1,0 +1,51 @@
+"""One run: a population, traffic, a cluster and two policies in; a row of figures out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from coterie.routing import Policy
+from coterie.sim.cluster import Change, Cluster, ClusterSpec, OnDecision
+from coterie.sim.kernel import Kernel
+from coterie.sim.result import Row, sum_up
+from coterie.sim.workload import Population, Traffic, arrivals
+
+
+def simulate(
+    population: Population,
+    traffic: Traffic,
+    spec: ClusterSpec,
+    *,
+    prefill: Policy,
+    decode: Policy,
+    seed: int = 0,
+    changes: Sequence[Change] = (),
+    on_decision: OnDecision | None = None,
+) -> Row:
+    """Simulate until every request has ended.
+
+    The same arguments give the same row, to the last bit.  Arrivals, the order of requests and the chance of each
+    role's policy are drawn from streams of their own, so that runs of one seed differ by their policies alone.
+
+    Args:
+        population: what the requests are drawn from.
+        traffic: when they arrive.
+        spec: the cluster.
+        prefill: chooses prefill workers among `spec.targets("prefill")`.
+        decode: chooses decode workers among `spec.targets("decode")`; a policy that keeps state must be new.
+        seed: of all that is drawn.
+        changes: workers that are lost or join.
+        on_decision: told of every decision.
+
+    Raises:
+        ConfigError: a change names no worker, or a time that cannot be.
+    """
+    kernel = Kernel()
+    cluster = Cluster(
+        kernel, spec, population.experts, prefill=prefill, decode=decode, seed=seed, on_decision=on_decision
+    )
+    cluster.plan(changes)
+    cluster.feed(arrivals(population, traffic, seed))
+    kernel.run()
+    layers = population.experts.geometry.layers
+    return sum_up(cluster, layers, policy=decode.name, rate=traffic.rate_per_s, seed=seed, end_s=cluster.end_s)
