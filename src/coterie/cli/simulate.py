@@ -157,7 +157,7 @@ def _report(
         for row in rows
     ]
     columns = (">rate", "policy", ">requests", ">failed", *(f">{title}" for title in _COLUMNS.values()))
-    note = "Times in ms.  Active experts: different ones in a layer of a decode step, mean over steps and layers."
+    note = "Times in ms.  Active experts: different ones of a layer in a decode step, on average."
     return sentences, [Table("Policies", columns, tuple(cells), note)]
 
 

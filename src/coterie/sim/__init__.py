@@ -5,7 +5,7 @@ Read first: `cluster` (one request's life), `workers` (what takes time), `expert
 
 from __future__ import annotations
 
-from coterie.sim.cluster import Change, ClusterSpec, parse_topology
+from coterie.sim.cluster import Change, ClusterSpec, Decided, parse_topology
 from coterie.sim.experts import ExpectedExperts, ReplayedExperts
 from coterie.sim.result import Row
 from coterie.sim.run import simulate
@@ -14,6 +14,7 @@ from coterie.sim.workload import Population, RecordedTimes, Stream, Traffic, pop
 __all__ = [
     "Change",
     "ClusterSpec",
+    "Decided",
     "ExpectedExperts",
     "Population",
     "RecordedTimes",

@@ -121,7 +121,24 @@ class Census:
     running: int
 
 
-OnDecision = Callable[[Role, Arrival, Decision], None]
+@dataclass(frozen=True, slots=True, eq=False)
+class Decided:
+    """A worker was chosen.
+
+    Attributes:
+        time_s: when.
+        role: of the worker.
+        arrival: for which request.
+        decision: what the policy said.
+    """
+
+    time_s: float
+    role: Role
+    arrival: Arrival
+    decision: Decision
+
+
+OnDecision = Callable[[Decided], object]
 
 
 class _Fleet:
@@ -267,7 +284,7 @@ class Cluster:
             self._fail()
             return
         if self._on_decision is not None:
-            self._on_decision(fleet.role, arrival, decision)
+            self._on_decision(Decided(self._kernel.now(), fleet.role, arrival, decision))
         lease = fleet.ledger.lease(decision.worker, routed)
         fleet.workers[decision.worker].submit(task_of(arrival, partial(then, arrival, lease)))
 

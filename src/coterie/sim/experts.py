@@ -163,9 +163,9 @@ class ExpectedExperts:
         active = sum over (l, e) of 1 - product over requests i of (1 - p[i, l, e])
 
     This is the mean of the union over all combinations of the requests' tokens, as in `DecodeUse.active`.  The
-    product is kept as a sum of logarithms, in whole multiples of 2^-24: whole numbers add without rounding, so a request
-    that leaves takes away exactly what it brought, and the sum does not depend on who came first.  The price is a
-    relative error of at most 2^-25 per request in each product.  Probabilities above 1 - 2^-20 are taken for that.
+    product is kept as a sum of logarithms, in whole multiples of 2^-24: whole numbers add without rounding, so a
+    request that leaves takes away exactly what it brought, and the sum does not depend on who came first.  The price
+    is a relative error of at most 2^-25 per request in each product.  Probabilities above 1 - 2^-20 are taken for that.
 
     Args:
         probabilities: `[N, L, E]`.

@@ -1,0 +1,226 @@
+"""Laws of the simulated cluster."""
+
+from dataclasses import replace
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coterie.calibration import fit
+from coterie.errors import ConfigError
+from coterie.latency import StepTime, TokenTime
+from coterie.routing import DECODE_POLICIES, make_policy
+from coterie.sim import Change, ClusterSpec, RecordedTimes, Stream, parse_topology, population_of, simulate
+from coterie.sim.cluster import Cluster
+from coterie.sim.kernel import Kernel
+from coterie.sim.workload import arrivals
+from made_traces import domains_differ
+
+TRACE = domains_differ(40)
+POPULATION = population_of(TRACE)
+SPEC = ClusterSpec(2, 4, step_time=StepTime(4e-3, 1e-4, 1e-5), prefill_time=TokenTime(0.02, 1e-4), notice_s=0.2)
+PROFILE = fit(TRACE, 4, starts=1, pairs=100)
+
+CHANGES = st.lists(
+    st.builds(
+        Change,
+        st.floats(0, 1.5),
+        st.sampled_from(["prefill-0", "prefill-1", "decode-0", "decode-1", "decode-2", "decode-3"]),
+        st.sampled_from(["lost", "joined"]),
+    ),
+    max_size=8,
+)
+
+
+def policies(spec=SPEC, decode="least_load", profile=PROFILE):
+    return {
+        "prefill": make_policy("prefix", spec.targets("prefill")),
+        "decode": make_policy(decode, spec.targets("decode"), profile=profile, trace=TRACE),
+    }
+
+
+def run(decode="least_load", *, rate=60, seed=0, spec=SPEC, **options):
+    return simulate(POPULATION, Stream(rate, 1.5), spec, **policies(spec, decode), seed=seed, **options)
+
+
+def running(changes=(), *, rate=60, seed=0, spec=SPEC):
+    """A cluster before its first event, and its kernel."""
+    kernel = Kernel()
+    cluster = Cluster(kernel, spec, POPULATION.experts, **policies(spec), seed=seed)
+    cluster.plan(changes)
+    cluster.feed(arrivals(POPULATION, Stream(rate, 1.5), seed))
+    return cluster, kernel
+
+
+@settings(max_examples=12)
+@given(changes=CHANGES, seed=st.integers(0, 99), absent=st.sets(st.sampled_from(["decode-1", "prefill-0"])))
+def test_no_request_is_lost_or_made_up_at_any_time(changes, seed, absent):
+    cluster, kernel = running(changes, seed=seed, spec=replace(SPEC, absent=frozenset(absent)))
+    while kernel.step():
+        now = cluster.census()
+        assert now.arrived == now.finished + now.failed + now.queued + now.running
+    assert (now.queued, now.running) == (0, 0)
+    for role in ("prefill", "decode"):
+        assert all((state.requests, state.tokens) == (0, 0) for state in cluster.states(role))
+
+
+@settings(max_examples=4)
+@given(seed=st.integers(0, 99))
+def test_what_the_ledger_says_of_a_worker_is_what_it_holds(seed):
+    cluster, kernel = running(seed=seed, rate=150)
+    while kernel.step():
+        now = cluster.census()
+        held = sum(state.requests for role in ("prefill", "decode") for state in cluster.states(role))
+        assert held == now.queued + now.running
+
+
+def test_no_token_comes_before_it_can():
+    # Prefill of 40 tokens, handoff of 40 tokens and one step are the least that a first token takes.
+    cluster, kernel = running(rate=150)
+    kernel.run()
+    least_s = SPEC.prefill_time.seconds(40) + SPEC.handoff_time.seconds(40) + SPEC.step_time.step_s(1, 0)
+    assert len(cluster.ttft_s) == cluster.census().arrived > 150
+    assert min(cluster.ttft_s) >= least_s
+    assert min(cluster.tpot_s) >= SPEC.step_time.step_s(1, 0)
+
+
+def test_the_future_does_not_change_the_past():
+    """Until a worker is lost, all goes as if it never were."""
+    decisions = []
+    for changes in ((), [Change(1.0, "decode-2", "lost")]):
+        log = []
+        run(changes=changes, on_decision=log.append)
+        decisions.append([(one.time_s, one.decision) for one in log])
+    before = [[one for one in log if one[0] < 1.0] for log in decisions]
+    assert before[0] == before[1]
+    assert decisions[0] != decisions[1]
+
+
+@pytest.mark.parametrize("decode", DECODE_POLICIES)
+def test_the_same_seed_gives_the_same_bytes_and_another_one_others(decode):
+    once, again, other = (msgspec.json.encode(run(decode, seed=seed)) for seed in (3, 3, 4))
+    assert once == again
+    assert once != other
+
+
+def test_policies_of_one_seed_meet_the_same_requests():
+    seen = []
+    for decode in ("random", "locality"):
+        log = []
+        run(decode, on_decision=log.append)
+        met = [(one.time_s, one.arrival.position) for one in log if one.role == "prefill"]
+        seen.append(met)
+    assert seen[0] == seen[1]
+
+
+def test_permuting_the_workers_permutes_the_decisions_and_nothing_else():
+    """Centroid k belongs to worker k: give worker k the centroid of worker order[k]."""
+    order = np.array([2, 0, 3, 1])
+    chosen, rows = [], []
+    for profile in (PROFILE, replace(PROFILE, centroids=PROFILE.centroids[order])):
+        log = []
+        both = policies() | {"decode": make_policy("locality", SPEC.targets("decode"), profile=profile, tau=0)}
+        row = simulate(
+            POPULATION,
+            Stream(60, 1.5),
+            SPEC,
+            **both,
+            on_decision=log.append,
+        )
+        chosen.append([one.decision.worker for one in log if one.role == "decode"])
+        rows.append(row)
+    assert rows[0].tpot_p99_ms == rows[1].tpot_p99_ms
+    assert [f"decode-{order[int(name.removeprefix('decode-'))]}" for name in chosen[1]] == chosen[0]
+    assert len(set(chosen[0])) == 4
+
+
+@pytest.mark.parametrize("ids", [True, False])
+def test_an_idle_cluster_s_times_are_those_of_the_latency_model(ids):
+    population = population_of(TRACE if ids else replace(TRACE, decode_ids=None))
+    row = simulate(population, RecordedTimes((0.0, 5.0, 10.0)), SPEC, **policies())
+    # One request uses top-2 of 3 layers at each step, 6 experts: 4 + 0.1 + 6 x 0.01 = 4.16 ms.
+    assert row.active_experts_mean == pytest.approx(2, rel=1e-5)
+    for figure in (row.tpot_p50_ms, row.tpot_p99_ms):
+        assert figure == pytest.approx(4.16, rel=1e-5)
+    # Prefill 20 + 40 x 0.1, handoff 2 + 40 x 0.002, the first step 4.16: 30.24 ms.
+    assert row.ttft_p50_ms == pytest.approx(30.24, rel=1e-5)
+    assert (row.requests, row.failed, row.decode_steps, row.batch_mean) == (3, 0, 3 * 13, 1.0)
+    # The last of three requests ends at 10 s + 30.24 ms + 12 x 4.16 ms; 4 workers.
+    assert row.busy_share == pytest.approx(39 * 4.16e-3 / (4 * (10 + 0.03024 + 12 * 4.16e-3)), rel=1e-5)
+
+
+def test_locality_brings_requests_of_a_kind_together():
+    apart, together = run("round_robin", rate=200), run("locality", rate=200)
+    assert together.active_experts_mean < 0.9 * apart.active_experts_mean
+    assert together.tpot_p50_ms < apart.tpot_p50_ms
+
+
+def test_requests_fail_at_a_lost_worker_until_the_gateway_knows():
+    log = []
+    row = run(changes=[Change(0.5, "decode-1", "lost")], on_decision=log.append)
+    last_s = max(one.time_s for one in log if one.decision.worker == "decode-1")
+    assert 0.5 < last_s < 0.5 + SPEC.notice_s
+    assert 0 < row.failed < 60
+
+
+def test_a_worker_that_joins_is_used_from_then_on():
+    log = []
+    row = run(
+        spec=replace(SPEC, absent=frozenset({"decode-3"})),
+        changes=[Change(0.7, "decode-3", "joined")],
+        on_decision=log.append,
+    )
+    assert row.failed == 0
+    first_s = min(one.time_s for one in log if one.decision.worker == "decode-3")
+    assert 0.7 <= first_s < 0.8
+
+
+def test_a_worker_that_is_back_before_anyone_noticed_stays():
+    row = run(changes=[Change(0.5, "decode-1", "lost"), Change(0.6, "decode-1", "joined")])
+    assert 0 < row.failed < 30
+
+
+def test_without_workers_every_request_fails_and_figures_are_absent():
+    row = run(spec=replace(SPEC, absent=frozenset(f"decode-{i}" for i in range(4))))
+    assert row.failed == row.requests > 0
+    assert (row.tpot_p50_ms, row.ttft_p50_ms, row.active_experts_mean, row.busy_share) == (None,) * 4
+
+
+def test_what_is_held_does_not_grow_with_time():
+    sizes = []
+    for duration_s in (1.0, 4.0):
+        kernel = Kernel()
+        cluster = Cluster(kernel, SPEC, POPULATION.experts, **policies())
+        cluster.feed(arrivals(POPULATION, Stream(60, duration_s), 0))
+        most = 0
+        while kernel.step():
+            now = cluster.census()
+            most = max(most, len(kernel) + now.queued + now.running)
+        sizes.append(most)
+    assert sizes[1] < 1.5 * sizes[0]
+
+
+def test_topologies_are_read_and_others_refused():
+    assert parse_topology("8P16D") == (8, 16)
+    for text in ("8p16d", "0P4D", "8P", "8P16D ", "99999P1D"):
+        with pytest.raises(ConfigError, match="is not like 8P16D"):
+            parse_topology(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("prefill", 0), ("batch_requests", 0), ("cache_tokens", -1), ("notice_s", float("inf"))]
+)
+def test_a_cluster_that_cannot_be_is_refused_by_name(name, value):
+    with pytest.raises(ConfigError, match=name):
+        replace(SPEC, **{name: value})
+
+
+def test_workers_that_are_not_there_are_named():
+    with pytest.raises(ConfigError, match="no worker is named 'decode-9'"):
+        replace(SPEC, absent=frozenset({"decode-9"}))
+    with pytest.raises(ConfigError, match="no worker is named 'decode-4'"):
+        run(changes=[Change(1.0, "decode-4", "lost")])
+    with pytest.raises(ConfigError, match=r"decode-1 lost at -1.0 s, which is not to come"):
+        run(changes=[Change(-1.0, "decode-1", "lost")])
