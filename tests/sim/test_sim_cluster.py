@@ -178,8 +178,10 @@ def test_a_worker_that_joins_is_used_from_then_on():
 
 
 def test_a_worker_that_is_back_before_anyone_noticed_stays():
-    row = run(changes=[Change(0.5, "decode-1", "lost"), Change(0.6, "decode-1", "joined")])
+    log = []
+    row = run(changes=[Change(0.5, "decode-1", "lost"), Change(0.6, "decode-1", "joined")], on_decision=log.append)
     assert 0 < row.failed < 30
+    assert max(one.time_s for one in log if one.decision.worker == "decode-1") > 1.0
 
 
 def test_without_workers_every_request_fails_and_figures_are_absent():

@@ -170,3 +170,27 @@ def test_a_lost_decode_worker_leaves_all_undone_once():
         ("after", 3.8, True),
     ]
     assert (worker.queued, worker.running) == (0, 0)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_step_of_a_lost_worker_ends_nothing_of_its_next_life(role):
+    story = Story()
+    worker = getattr(story, role)()
+    story.submit(worker, 0.0, story.task("before"))
+    story.kernel.at(0.1, Priority.CHANGE, worker.lose)
+    story.kernel.at(0.2, Priority.CHANGE, worker.revive)
+    story.submit(worker, 0.2, story.task("after"))
+    story.kernel.run()
+    whole_step_s = {"prefill": 0.6, "decode": 1.2}[role]
+    assert story.log == [("before", 0.1, False), ("after", 0.2 + whole_step_s, True)]
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_worker_lost_and_back_in_one_moment_begins_one_step(role):
+    story = Story()
+    worker = getattr(story, role)()
+    story.submit(worker, 0.0, story.task("before"))
+    for action, *arguments in ((worker.lose,), (worker.revive,), (worker.submit, story.task("after"))):
+        story.kernel.at(0.0, Priority.ARRIVAL, story.kernel.after, 0, Priority.ARRIVAL, action, *arguments)
+    story.kernel.run()
+    assert story.log == [("before", 0.0, False), ("after", {"prefill": 0.6, "decode": 1.2}[role], True)]
