@@ -194,3 +194,4 @@ def test_a_worker_lost_and_back_in_one_moment_begins_one_step(role):
         story.kernel.at(0.0, Priority.ARRIVAL, story.kernel.after, 0, Priority.ARRIVAL, action, *arguments)
     story.kernel.run()
     assert story.log == [("before", 0.0, False), ("after", {"prefill": 0.6, "decode": 1.2}[role], True)]
+    assert role == "prefill" or worker.totals.steps == 1
