@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from coterie.core import ModelGeometry
 from coterie.errors import InputError
@@ -178,6 +179,27 @@ def test_logits_experts_and_greedy_tokens_are_those_of_transformers(tiny_moe, nu
     np.put_along_axis(rest, output.expert_ids.astype(int), -np.inf, axis=-1)
     assert (chosen > rest.max(axis=-1) - 1e-3).all()  # the best, or at a tie
     assert continue_greedily(tiny_moe, prompt, 32).tolist() == stored[f"outputs_{number}"].tolist()
+
+
+@pytest.mark.parametrize("heads", [3, 12, 16])
+def test_heads_that_share_keys_are_heads_with_copies_of_them(heads, tmp_path):
+    sizes = {"num_attention_heads": heads, "head_dim": 8}
+    shared = write_checkpoint(tmp_path / "shared", "mixtral", num_key_value_heads=1, **sizes)
+    copied = write_checkpoint(tmp_path / "copied", "mixtral", num_key_value_heads=heads, **sizes)
+    tensors = load_file(shared / "model.safetensors")
+    for name in tensors:
+        if "k_proj" in name or "v_proj" in name:
+            tensors[name] = np.tile(tensors[name], (heads, 1))
+    save_file(tensors, copied / "model.safetensors")
+    one, many = (Model.open(prepare(folder, folder)) for folder in (shared, copied))
+    tokens = random_tokens(one, np.random.default_rng(8), 70)
+    whole, _ = alone(one, tokens)
+    np.testing.assert_allclose(whole.logits, alone(many, tokens)[0].logits, atol=1e-4)
+    cache = Cache(one, np.random.default_rng(9))
+    table = cache.blocks(70)
+    for start, stop in ((0, 30), (30, 69), (69, 70)):
+        output = one.forward(batch_of([(tokens, start, stop, table)]), cache.kv)
+        assert_same(output, whole, slice(None), slice(start, stop))
 
 
 def test_a_window_hides_what_lies_before_it(models, tmp_path):
