@@ -53,9 +53,8 @@ class Pair:
     async def __aexit__(self, *_):
         await self.puller.close()
         await self.server.close()
-        for kv in (self.ours, self.theirs):
-            kv.close()
-            assert not Path(FOLDER, PREFIX + kv.engine_id).exists()
+        close(self.ours)
+        close(self.theirs)
 
     def remote(self, **changes):
         port, engine = self.server.port, self.theirs.engine_id
@@ -65,6 +64,11 @@ class Pair:
         ended = asyncio.get_running_loop().create_future()
         self.puller.start(remote or self.remote(), first, blocks, ended.set_result)
         return await ended
+
+
+def close(kv):
+    kv.close()
+    assert not Path(FOLDER, PREFIX + kv.engine_id).exists()
 
 
 async def keep_silent(reader, writer):
