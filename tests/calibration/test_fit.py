@@ -269,7 +269,7 @@ def test_prompts_that_all_use_every_expert_are_refused():
         ({"starts": 0}, "starts and rounds must be at least 1"),
         ({"kind": "count_log"}, "no kind 'count_log'"),
         ({"layers": "best"}, "layers 'best' are neither 'greedy' nor 'all' nor positions"),
-        ({"layers": (0, 2)}, r"layers \[0, 2\] are not ascending, distinct and below 2"),
+        ({"layers": (0, 2)}, r"layers \[0, 2\] are not ascending, distinct whole numbers from 0 to 1"),
         ({"layers": ()}, r"layers \[\] are not"),
         ({"pairs": -1}, "neither can be negative"),
         ({"pairs": 1}, "over 1 pairs of requests, either"),
