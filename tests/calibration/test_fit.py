@@ -176,7 +176,8 @@ def test_order_of_layers_and_experts_means_nothing(seed, layers, shuffle):
     one, other = fit(trace, 4, **options), fit(permuted(trace, layers, experts), 4, **options)
     assert sorted(layers[i] for i in other.transform.layers) == list(one.transform.layers)
     np.testing.assert_array_equal(one.transform.idf[layers][:, experts], other.transform.idf)
-    assert one.rho == other.rho
+    # the norm of a signature is a sum over dimensions, so its last bit follows their order: a tie may open
+    assert other.rho.value == pytest.approx(one.rho.value, abs=1e-3)
     np.testing.assert_array_equal(one.label_counts, other.label_counts)
     assert partition(one, trace) == partition(other, permuted(trace, layers, experts))
 
