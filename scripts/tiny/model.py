@@ -138,7 +138,7 @@ class _Training:
             group["lr"] = learning_rate(self.settings, self.progress.step)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return float(loss), float(balance)
+        return loss.item(), balance.item()
 
     def load(self, path: Path) -> None:
         """Go on from a saved state, if there is one; see `train`."""
