@@ -19,7 +19,7 @@ _VERBS = {
     "collect": "record which experts a set of prompts uses",
     "fit": "fit a routing profile from a recorded trace",
     "inspect": "say whether routing by locality is worth it, and why",
-    "demo": "compare policies on a local cluster of real engines",
+    "demo": "compare routing policies on a local cluster",
 }
 
 
