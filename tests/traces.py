@@ -12,6 +12,7 @@ from coterie.core import ExpertCounts, ModelGeometry, prompt_hash
 from coterie.wire import count_ids
 
 FIXTURES = Path(__file__).parent / "fixtures"
+COTERIE_TINY = Path(__file__).parents[1] / "models" / "coterie-tiny"
 
 
 @cache

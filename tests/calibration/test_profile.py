@@ -13,7 +13,7 @@ from coterie.core import ModelGeometry
 from coterie.errors import InputError, ProfileError
 from coterie.quality import Rho
 from coterie.signature import KINDS, SignatureTransform
-from traces import FIXTURES, tiny_moe_trace
+from traces import COTERIE_TINY, tiny_moe_trace
 
 
 @pytest.fixture
@@ -172,9 +172,9 @@ def test_alien_files_are_refused(tmp_path):
     with pytest.raises(ProfileError, match="holds a trace, not a profile"):
         Profile.load(tmp_path / "trace")
     with pytest.raises(ProfileError, match="not a profile of coterie"):
-        Profile.load(FIXTURES / "tiny-moe" / "model.safetensors")
+        Profile.load(COTERIE_TINY / "model.safetensors")
     with pytest.raises(ProfileError, match=r"config.json: truncated or not a safetensors file"):
-        Profile.load(FIXTURES / "tiny-moe" / "config.json")
+        Profile.load(COTERIE_TINY / "config.json")
     with pytest.raises(ProfileError, match="nothing: cannot be read: No such file"):
         Profile.load(tmp_path / "nothing")
 

@@ -11,7 +11,7 @@ from coterie.cli import collect as collect_module
 from coterie.core import ExpertCounts, ModelGeometry
 from coterie.errors import EngineError
 
-TINY = Path(__file__).parent.parent / "fixtures" / "tiny-moe"
+TINY = Path(__file__).parents[2] / "models" / "coterie-tiny"
 
 
 @pytest.fixture

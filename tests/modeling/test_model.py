@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,9 +12,9 @@ from coterie.core import ModelGeometry
 from coterie.errors import InputError
 from coterie.modeling import Model, StepBatch, attention, prepare
 from tiny_checkpoints import ARCHITECTURES, write_checkpoint
+from traces import COTERIE_TINY, FIXTURES
 
 BLOCK = 16
-FIXTURES = Path(__file__).parents[1] / "fixtures"
 
 
 class Cache:
@@ -152,8 +151,8 @@ def test_padding_experts_changes_no_bit(models, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def tiny_moe(tmp_path_factory):
-    return Model.open(prepare(FIXTURES / "tiny-moe", tmp_path_factory.mktemp("tiny-moe")))
+def coterie_tiny(tmp_path_factory):
+    return Model.open(prepare(COTERIE_TINY, tmp_path_factory.mktemp("weights")))
 
 
 def continue_greedily(model, tokens, count):
@@ -168,17 +167,17 @@ def continue_greedily(model, tokens, count):
 
 
 @pytest.mark.parametrize("number", [0, 1])
-def test_logits_experts_and_greedy_tokens_are_those_of_transformers(tiny_moe, number):
-    stored = np.load(FIXTURES / "tiny-moe-forward.npz")
+def test_logits_experts_and_greedy_tokens_are_those_of_transformers(coterie_tiny, number):
+    stored = np.load(FIXTURES / "coterie-tiny-forward.npz")
     prompt, gates = stored[f"prompt_{number}"], stored[f"gates_{number}"]
-    output, _ = alone(tiny_moe, prompt)
+    output, _ = alone(coterie_tiny, prompt)
     expected = stored[f"logits_{number}"]
     np.testing.assert_allclose(output.logits[-len(expected) :], expected, atol=1e-4)
     chosen = np.take_along_axis(gates, output.expert_ids.astype(int), axis=-1).min(axis=-1)
     rest = gates.copy()
     np.put_along_axis(rest, output.expert_ids.astype(int), -np.inf, axis=-1)
     assert (chosen > rest.max(axis=-1) - 1e-3).all()  # the best, or at a tie
-    assert continue_greedily(tiny_moe, prompt, 32).tolist() == stored[f"outputs_{number}"].tolist()
+    assert continue_greedily(coterie_tiny, prompt, 32).tolist() == stored[f"outputs_{number}"].tolist()
 
 
 @pytest.mark.parametrize("heads", [3, 12, 16])

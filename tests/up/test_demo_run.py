@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from traces import FIXTURES
+from traces import COTERIE_TINY
 
 LABELS = {"code": "def add(a, b):\n    return a + b + ", "fr": "Choisissez le menu Format, puis la page numéro "}
 
@@ -22,7 +22,7 @@ def command(tmp_path):
     lines = [{"prompt": f"{text}{i}", "label": label} for label, text in LABELS.items() for i in range(8)]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     cluster = {
-        "model": str(FIXTURES / "tiny-moe"),
+        "model": str(COTERIE_TINY),
         "served_model_name": "tiny",
         "engine": "embedded",
         "prefill": {"count": 1, "args": ["--kv-memory", "8"]},

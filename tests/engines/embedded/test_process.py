@@ -83,7 +83,7 @@ def test_sizes_that_cannot_be_end_the_start(weights, changes, error, problem):
 def test_each_checkpoint_has_a_folder_of_its_own_for_weights(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
     folder = default_weights_dir(TINY)
-    assert str(folder).startswith("/cache/coterie/weights/tiny-moe-")
-    assert folder == default_weights_dir(TINY.parent / "." / "tiny-moe")
-    (tmp_path / "tiny-moe").mkdir()
-    assert default_weights_dir(tmp_path / "tiny-moe") != folder
+    assert str(folder).startswith("/cache/coterie/weights/coterie-tiny-")
+    assert folder == default_weights_dir(TINY.parent / "." / "coterie-tiny")
+    (tmp_path / "coterie-tiny").mkdir()
+    assert default_weights_dir(tmp_path / "coterie-tiny") != folder

@@ -277,9 +277,16 @@ def test_the_openai_client_is_served(prefill):
         update={"prompt_tokens_details": parts[-1].usage.prompt_tokens_details}
     )
     assert parts[-2].choices[0].finish_reason == whole.choices[0].finish_reason
-    text = client.completions.create(model="tiny", prompt="Once upon a time", max_tokens=10, temperature=0)
+    text = client.completions.create(
+        model="tiny", prompt="Once upon a time", max_tokens=10, temperature=0, extra_body={"ignore_eos": True}
+    )
     stopped = client.completions.create(
-        model="tiny", prompt="Once upon a time", max_tokens=10, temperature=0, stop=[text.choices[0].text[3:6]]
+        model="tiny",
+        prompt="Once upon a time",
+        max_tokens=10,
+        temperature=0,
+        extra_body={"ignore_eos": True},
+        stop=[text.choices[0].text[3:6]],
     )
     assert stopped.choices[0].text == text.choices[0].text[: text.choices[0].text.index(text.choices[0].text[3:6])]
     assert stopped.choices[0].finish_reason == "stop"

@@ -15,7 +15,7 @@ import httpx
 
 from coterie.engines.embedded.kv import PREFIX
 
-TINY = Path(__file__).parents[2] / "fixtures" / "tiny-moe"
+TINY = Path(__file__).parents[3] / "models" / "coterie-tiny"
 SMALL = ("--kv-blocks", "400", "--max-num-seqs", "16", "--max-batched-tokens", "64")
 
 HTTP = httpx.Client(timeout=60, trust_env=False)
