@@ -214,6 +214,16 @@ def test_a_holder_that_is_gone_or_silent_fails_the_pull_in_time():
     run(story())
 
 
+@pytest.mark.parametrize("host", ["a..b", "x" * 200, ".", "\0", "no such host"])
+def test_what_is_no_host_fails_the_pull_and_says_so(host):
+    async def story():
+        async with Pair() as pair:
+            problem = await pair.pull(pair.remote(host=host))
+            assert "no name of a host" in problem or "connection to the prefill worker failed" in problem
+
+    run(story())
+
+
 def test_a_pull_under_way_fails_when_the_worker_stops():
     async def story():
         async with Pair(deadline_s=60) as pair:
