@@ -29,7 +29,7 @@ import numpy as np
 from coterie.modeling import Model, StepBatch, prepare
 
 ROOT = Path(__file__).resolve().parent.parent
-TINY = ROOT / "tests" / "fixtures" / "tiny-moe"
+TINY = ROOT / "models" / "coterie-tiny"
 BATCHES = (1, 8, 32)
 CONTEXT = 256
 STEPS = 16

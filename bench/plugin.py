@@ -25,7 +25,7 @@ import httpx
 from coterie.up.server import vllm_server
 
 ROOT = Path(__file__).resolve().parent.parent
-MODEL = ROOT / "tests" / "fixtures" / "tiny-moe"
+MODEL = ROOT / "models" / "coterie-tiny"
 COUNTS = json.dumps(
     {
         "kv_connector": "CountsConnector",

@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from traces import tiny_moe_trace
+from traces import COTERIE_TINY, tiny_moe_trace
 
 DOCS = Path(__file__).parent.parent / "docs"
-PAGES = ["library.md"]
+PAGES = ["library.md", "modeling.md"]
 
 
 def blocks(page):
@@ -24,6 +24,8 @@ def blocks(page):
 @pytest.mark.parametrize("page", PAGES)
 def test_the_blocks_of_a_page_run_one_after_another(page, tmp_path, monkeypatch, capsys):
     tiny_moe_trace().select(np.random.default_rng(0).permutation(768)[:384]).save(tmp_path / "my.trace")
+    (tmp_path / "checkpoint").symlink_to(COTERIE_TINY)
+    (tmp_path / "weights").mkdir()
     monkeypatch.chdir(tmp_path)
     namespace = {}
     assert blocks(page)

@@ -101,7 +101,7 @@ def test_counts_of_another_geometry_are_refused(shape):
 
 @pytest.mark.parametrize("layers", [(), (1, 0), (0, 0), (0, 3), (-1, 0)])
 def test_layers_must_be_ascending_distinct_and_present(layers):
-    with pytest.raises(InputError, match="are not ascending, distinct and below 3"):
+    with pytest.raises(InputError, match="are not ascending, distinct whole numbers from 0 to 2"):
         transform(layers)
 
 
@@ -157,6 +157,21 @@ def test_gate_sums_are_taken_as_they_are_negative_ones_too():
         np.testing.assert_array_equal(made.features(sums), sums)
         np.testing.assert_allclose(made.apply(sums)[0, 4:6], [0.6, -0.8], rtol=1e-6)
         assert not made.apply(sums)[1].any()
+
+
+@pytest.mark.parametrize("size", [1e-30, 1.0, 1e30])
+def test_gate_sums_of_any_size_have_a_direction(size):
+    sums = np.full((2, 3, 4), -size, dtype=np.float32)
+    np.testing.assert_allclose(of_kind("gate_logit").apply(sums), np.full((2, 12), -1 / sqrt(12)), rtol=1e-6)
+
+
+def test_layers_may_be_whole_numbers_of_numpy_but_nothing_else():
+    made = SignatureTransform(GEOMETRY, tuple(np.flatnonzero([1, 0, 1])), "count")
+    assert made.layers == (0, 2)
+    assert {type(layer) for layer in made.layers} == {int}
+    for wrong in ((0.0, 2.0), ("0",), (None,)):
+        with pytest.raises(InputError, match="are not ascending, distinct whole numbers"):
+            SignatureTransform(GEOMETRY, wrong, "count")
 
 
 @given(SOME_COUNTS, st.sampled_from(KINDS), st.permutations(range(5)))

@@ -12,6 +12,7 @@ from coterie.core import ExpertCounts, ModelGeometry, prompt_hash
 from coterie.wire import count_ids
 
 FIXTURES = Path(__file__).parent / "fixtures"
+COTERIE_TINY = Path(__file__).parents[1] / "models" / "coterie-tiny"
 
 
 @cache
@@ -33,6 +34,43 @@ def tiny_moe_trace() -> ActivationTrace:
             labels=tuple(names[i] for i in file["domain"]),
             decode_ids=file["decode_ids"].reshape(-1, 5, 4),
         )
+
+
+def coterie_tiny_trace() -> ActivationTrace:
+    """512 held-out prompts of 256 tokens in the 8 domains of coterie-tiny; 64 tokens of each output were forwarded."""
+    return _shared_prompts("coterie-tiny")
+
+
+def untrained_trace() -> ActivationTrace:
+    """The prompts of `coterie_tiny_trace` on the same configuration with random weights."""
+    return _shared_prompts("coterie-tiny-untrained")
+
+
+def tiny_moe_shared_trace() -> ActivationTrace:
+    """The prompts of `coterie_tiny_trace` on tiny-moe, whose tokenizer makes other lengths of them."""
+    return _shared_prompts("tiny-moe")
+
+
+@cache
+def _shared_prompts(name: str) -> ActivationTrace:
+    """A trace that `scripts/train_tiny.py --fixtures` wrote."""
+    with np.load(FIXTURES / "traces" / f"{name}.npz") as file:
+        arrays = dict(file)
+    layers, experts, top_k = (int(size) for size in arrays["geometry"])
+    names = [str(label) for label in arrays["names"]]
+    return ActivationTrace(
+        model=name,
+        geometry=ModelGeometry(layers, experts, top_k),
+        prefill=arrays["prefill"],
+        decode=arrays["decode"],
+        prefill_tokens=arrays["prefill_tokens"],
+        prefill_covered=arrays["prefill_tokens"],
+        decode_tokens=arrays["decode_covered"] + 1,
+        decode_covered=arrays["decode_covered"],
+        prompt_hashes=tuple(row.tobytes().hex() for row in arrays["prompt_hashes"]),
+        labels=tuple(names[i] for i in arrays["domain"]),
+        decode_ids=arrays["decode_ids"],
+    )
 
 
 def random_ids(rng: np.random.Generator, tokens: int, geometry: ModelGeometry) -> np.ndarray:

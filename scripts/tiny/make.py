@@ -65,7 +65,7 @@ def make(options: Options) -> list[str]:
     say(f"training on {sum(map(len, data.train.values())) / 1e6:.1f} M tokens of {len(DOMAINS)} domains")
     model, progress = train(settings, data.train, options.work / "training.pt", say)
     by_domain = losses(model, data, settings.length)
-    untrained = save_checkpoint(new_model(settings.seed), tokenizer, options.work / f"{NAME}-untrained")
+    untrained = save_checkpoint(new_model(settings), tokenizer, options.work / f"{NAME}-untrained")
     checkpoints = {NAME: save_checkpoint(model, tokenizer, options.output), untrained.name: untrained}
     if options.compare:
         checkpoints[options.compare.name] = options.compare

@@ -18,7 +18,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from tiny.settings import END, EXPERTS, LAYERS, TOP_K, VOCABULARY, Progress, Settings, Stream, draw_batch, learning_rate
 
 
-def new_model(seed: int) -> Qwen3MoeForCausalLM:
+def new_model(settings: Settings) -> Qwen3MoeForCausalLM:
     """The model with random weights: where training starts, and the untrained control."""
     config = Qwen3MoeConfig(
         vocab_size=VOCABULARY,
@@ -36,11 +36,12 @@ def new_model(seed: int) -> Qwen3MoeForCausalLM:
         norm_topk_prob=True,
         decoder_sparse_step=1,
         mlp_only_layers=[],
+        router_aux_loss_coef=settings.balance,
         bos_token_id=END,
         eos_token_id=END,
         pad_token_id=END,
     )
-    torch.manual_seed(seed)
+    torch.manual_seed(settings.seed)
     return Qwen3MoeForCausalLM._from_config(config, experts_implementation="grouped_mm")  # the fastest on a CPU
 
 
@@ -102,7 +103,7 @@ class _Training:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.model = new_model(settings.seed).train()
+        self.model = new_model(settings).train()
         self.optimizer = self._new_optimizer()
         self.progress = Progress()
 
@@ -137,7 +138,7 @@ class _Training:
             group["lr"] = learning_rate(self.settings, self.progress.step)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return float(loss), float(balance)
+        return loss.item(), balance.item()
 
     def load(self, path: Path) -> None:
         """Go on from a saved state, if there is one; see `train`."""

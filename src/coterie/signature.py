@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast, get_args
+from operator import index
+from typing import Any, Literal, SupportsIndex, cast, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -90,7 +92,7 @@ class SignatureTransform:
 
     def __post_init__(self) -> None:
         _check_kind(self.kind, self.idf)
-        _check_layers(self.layers, self.geometry.layers)
+        object.__setattr__(self, "layers", _layers(self.layers, self.geometry.layers))
         if self.idf is not None:
             _check_idf(self.idf, self.geometry, self.layers)
         everything = len(self.layers) == self.geometry.layers
@@ -148,7 +150,8 @@ class SignatureTransform:
         """
         found = self.features(values)
         rows: Rows = found.reshape(*values.shape[:-2], self.dimensions)
-        norms = np.sqrt(np.einsum("...d,...d->...", rows, rows))[..., None]
+        wide = None if self.kind in COUNT_KINDS else np.float64  # float32 need not hold the square of a gate sum
+        norms = np.sqrt(np.einsum("...d,...d->...", rows, rows, dtype=wide))[..., None]
         np.divide(rows, norms, out=rows, where=norms > 0)
         return rows
 
@@ -160,9 +163,17 @@ def _check_kind(kind: str, idf: Weights | None) -> None:
         raise InputError(f"signature: kind {kind} takes {'no idf' if idf is not None else 'idf weights'}")
 
 
-def _check_layers(layers: tuple[int, ...], most: int) -> None:
-    if not layers or list(layers) != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] < most:
-        raise InputError(f"signature: layers {_brief(layers)} are not ascending, distinct and below {most}")
+def _layers(layers: Sequence[SupportsIndex], most: int) -> tuple[int, ...]:
+    """The layers as Python's own numbers, which a profile's header can hold."""
+    try:
+        found = tuple(index(layer) for layer in layers)
+    except TypeError:
+        found = ()
+    if not found or list(found) != sorted(set(found)) or not 0 <= found[0] <= found[-1] < most:
+        raise InputError(
+            f"signature: layers {_brief(layers)} are not ascending, distinct whole numbers from 0 to {most - 1}"
+        )
+    return found
 
 
 def _check_idf(idf: npt.NDArray[Any], geometry: ModelGeometry, layers: tuple[int, ...]) -> None:
@@ -178,6 +189,6 @@ def _check_idf(idf: npt.NDArray[Any], geometry: ModelGeometry, layers: tuple[int
         )
 
 
-def _brief(layers: tuple[int, ...]) -> str:
+def _brief(layers: Sequence[object]) -> str:
     text = str(list(layers))
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -8,7 +8,7 @@ from coterie.calibration import fit
 from coterie.core import ModelGeometry
 from coterie.errors import InputError, ProfileError
 from made_traces import domains_differ, like_untrained, roughly, trace_of, without_labels, without_output
-from traces import tiny_moe_trace
+from traces import coterie_tiny_trace, tiny_moe_trace, untrained_trace
 
 
 def missing(found):
@@ -183,3 +183,17 @@ def test_a_profile_alone_tells_how_far_its_clusters_are_apart():
     assert found.clusters[0].experts == profile.characteristic_experts(0, 4)
     single = inspect_profile(fit(without_labels(domains_differ(64)), 1, starts=1))
     assert (single.purity, single.clusters[0].nearest, single.clusters[0].cosine) == (None, None, None)
+
+
+# --- two small models on the same prompts: one trained, one with the random weights it began with --------
+
+
+def test_only_the_trained_model_is_worth_routing_for():
+    trained = inspect_trace(coterie_tiny_trace(), clusters=8)
+    untrained = inspect_trace(untrained_trace(), clusters=8)
+    assert trained.verdict.level == "yes"
+    assert untrained.verdict.level == "no"
+    # what proves nothing: random weights have these too
+    assert untrained.correlation.own.mean > 0.8
+    rho = {quality.kind: quality.rho.value for quality in untrained.quality}
+    assert rho["count"] > 0.8

@@ -237,6 +237,13 @@ def test_a_last_line_cut_anywhere_is_dropped_and_said(collection):
         assert "cut short" in collection.report.notices[0]
 
 
+def test_a_line_that_is_no_cut_header_is_left_alone(collection):
+    collection.partial.write_text("my shopping list")
+    with pytest.raises(TraceError, match="was begun with another format"):
+        collection.run()
+    assert collection.partial.read_text() == "my shopping list"
+
+
 def test_a_cut_header_begins_again(collection):
     collection.partial.write_bytes(b'{"model":"ti')
     assert len(collection.run()) == 4

@@ -176,7 +176,8 @@ def test_order_of_layers_and_experts_means_nothing(seed, layers, shuffle):
     one, other = fit(trace, 4, **options), fit(permuted(trace, layers, experts), 4, **options)
     assert sorted(layers[i] for i in other.transform.layers) == list(one.transform.layers)
     np.testing.assert_array_equal(one.transform.idf[layers][:, experts], other.transform.idf)
-    assert one.rho == other.rho
+    # the norm of a signature is a sum over dimensions, so its last bit follows their order: a tie may open
+    assert other.rho.value == pytest.approx(one.rho.value, abs=1e-3)
     np.testing.assert_array_equal(one.label_counts, other.label_counts)
     assert partition(one, trace) == partition(other, permuted(trace, layers, experts))
 
@@ -269,7 +270,7 @@ def test_prompts_that_all_use_every_expert_are_refused():
         ({"starts": 0}, "starts and rounds must be at least 1"),
         ({"kind": "count_log"}, "no kind 'count_log'"),
         ({"layers": "best"}, "layers 'best' are neither 'greedy' nor 'all' nor positions"),
-        ({"layers": (0, 2)}, r"layers \[0, 2\] are not ascending, distinct and below 2"),
+        ({"layers": (0, 2)}, r"layers \[0, 2\] are not ascending, distinct whole numbers from 0 to 1"),
         ({"layers": ()}, r"layers \[\] are not"),
         ({"pairs": -1}, "neither can be negative"),
         ({"pairs": 1}, "over 1 pairs of requests, either"),

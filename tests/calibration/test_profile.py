@@ -13,7 +13,7 @@ from coterie.core import ModelGeometry
 from coterie.errors import InputError, ProfileError
 from coterie.quality import Rho
 from coterie.signature import KINDS, SignatureTransform
-from traces import FIXTURES, tiny_moe_trace
+from traces import COTERIE_TINY, tiny_moe_trace
 
 
 @pytest.fixture
@@ -172,9 +172,9 @@ def test_alien_files_are_refused(tmp_path):
     with pytest.raises(ProfileError, match="holds a trace, not a profile"):
         Profile.load(tmp_path / "trace")
     with pytest.raises(ProfileError, match="not a profile of coterie"):
-        Profile.load(FIXTURES / "tiny-moe" / "model.safetensors")
+        Profile.load(COTERIE_TINY / "model.safetensors")
     with pytest.raises(ProfileError, match=r"config.json: truncated or not a safetensors file"):
-        Profile.load(FIXTURES / "tiny-moe" / "config.json")
+        Profile.load(COTERIE_TINY / "config.json")
     with pytest.raises(ProfileError, match="nothing: cannot be read: No such file"):
         Profile.load(tmp_path / "nothing")
 
@@ -187,8 +187,8 @@ def test_alien_files_are_refused(tmp_path):
         ((b'"transform":"count_idf"', b'"transform":"count"    '), {}, "kind count takes no idf"),
         ((b'"low":0.6', b'"low":6.0'), {}, "rho holds 6.0"),
         ((b'"low":0.6', b'"low":nil'), {}, "damaged header"),
-        ((b'"layers":[0,2]', b'"layers":[2,0]'), {}, r"layers \[2, 0\] are not ascending, distinct and below 3"),
-        ((b'"layers":[0,2]', b'"layers":[0,3]'), {}, "are not ascending, distinct and below 3"),
+        ((b'"layers":[0,2]', b'"layers":[2,0]'), {}, r"layers \[2, 0\] are not ascending, distinct whole"),
+        ((b'"layers":[0,2]', b'"layers":[0,3]'), {}, "are not ascending, distinct whole numbers from 0 to 2"),
         ((b'"experts":2', b'"experts":3'), {}, "idf has shape"),
         ((b'"top_k":1', b'"top_k":9'), {}, "top_k must be a whole number from 1 to 2"),
         ((b'"seed":7', b'"sead":7'), {}, "damaged header"),

@@ -11,7 +11,7 @@ from coterie.cli import collect as collect_module
 from coterie.core import ExpertCounts, ModelGeometry
 from coterie.errors import EngineError
 
-TINY = Path(__file__).parent.parent / "fixtures" / "tiny-moe"
+TINY = Path(__file__).parents[2] / "models" / "coterie-tiny"
 
 
 @pytest.fixture
@@ -66,7 +66,10 @@ def test_json_goes_to_stdout_and_progress_to_stderr(collected, capsys):
     [
         ((), "counts by the plugin"),
         (("--ids",), "counts and ids by the plugin"),
-        (("--routed-experts", "--model-config", str(TINY)), "counts and ids from routed experts"),
+        (
+            ("--routed-experts", "--model-config", str(TINY)),
+            "counts and ids from routed experts of 5 layers x 64 experts, top-4 (hidden layers 0, 1, 2, 3, 4)",
+        ),
     ],
 )
 def test_options_choose_the_source(collected, capsys, options, records):

@@ -7,7 +7,7 @@ from click.testing import CliRunner
 
 from coterie.cli.engine import engine
 
-TINY = Path(__file__).parents[1] / "fixtures" / "tiny-moe"
+TINY = Path(__file__).parents[2] / "models" / "coterie-tiny"
 
 
 @pytest.mark.parametrize(

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from coterie.core import ModelGeometry
 from coterie.errors import InputError
 from coterie.modeling import Model, StepBatch, attention, prepare
 from tiny_checkpoints import ARCHITECTURES, write_checkpoint
+from traces import COTERIE_TINY, FIXTURES
 
 BLOCK = 16
-FIXTURES = Path(__file__).parents[1] / "fixtures"
 
 
 class Cache:
@@ -151,8 +151,8 @@ def test_padding_experts_changes_no_bit(models, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def tiny_moe(tmp_path_factory):
-    return Model.open(prepare(FIXTURES / "tiny-moe", tmp_path_factory.mktemp("tiny-moe")))
+def coterie_tiny(tmp_path_factory):
+    return Model.open(prepare(COTERIE_TINY, tmp_path_factory.mktemp("weights")))
 
 
 def continue_greedily(model, tokens, count):
@@ -167,17 +167,38 @@ def continue_greedily(model, tokens, count):
 
 
 @pytest.mark.parametrize("number", [0, 1])
-def test_logits_experts_and_greedy_tokens_are_those_of_transformers(tiny_moe, number):
-    stored = np.load(FIXTURES / "tiny-moe-forward.npz")
+def test_logits_experts_and_greedy_tokens_are_those_of_transformers(coterie_tiny, number):
+    stored = np.load(FIXTURES / "coterie-tiny-forward.npz")
     prompt, gates = stored[f"prompt_{number}"], stored[f"gates_{number}"]
-    output, _ = alone(tiny_moe, prompt)
+    output, _ = alone(coterie_tiny, prompt)
     expected = stored[f"logits_{number}"]
     np.testing.assert_allclose(output.logits[-len(expected) :], expected, atol=1e-4)
     chosen = np.take_along_axis(gates, output.expert_ids.astype(int), axis=-1).min(axis=-1)
     rest = gates.copy()
     np.put_along_axis(rest, output.expert_ids.astype(int), -np.inf, axis=-1)
     assert (chosen > rest.max(axis=-1) - 1e-3).all()  # the best, or at a tie
-    assert continue_greedily(tiny_moe, prompt, 32).tolist() == stored[f"outputs_{number}"].tolist()
+    assert continue_greedily(coterie_tiny, prompt, 32).tolist() == stored[f"outputs_{number}"].tolist()
+
+
+@pytest.mark.parametrize("heads", [3, 12, 16])
+def test_heads_that_share_keys_are_heads_with_copies_of_them(heads, tmp_path):
+    sizes = {"num_attention_heads": heads, "head_dim": 8}
+    shared = write_checkpoint(tmp_path / "shared", "mixtral", num_key_value_heads=1, **sizes)
+    copied = write_checkpoint(tmp_path / "copied", "mixtral", num_key_value_heads=heads, **sizes)
+    tensors = load_file(shared / "model.safetensors")
+    for name in tensors:
+        if "k_proj" in name or "v_proj" in name:
+            tensors[name] = np.tile(tensors[name], (heads, 1))
+    save_file(tensors, copied / "model.safetensors")
+    one, many = (Model.open(prepare(folder, folder)) for folder in (shared, copied))
+    tokens = random_tokens(one, np.random.default_rng(8), 70)
+    whole, _ = alone(one, tokens)
+    np.testing.assert_allclose(whole.logits, alone(many, tokens)[0].logits, atol=1e-4)
+    cache = Cache(one, np.random.default_rng(9))
+    table = cache.blocks(70)
+    for start, stop in ((0, 30), (30, 69), (69, 70)):
+        output = one.forward(batch_of([(tokens, start, stop, table)]), cache.kv)
+        assert_same(output, whole, slice(None), slice(start, stop))
 
 
 def test_a_window_hides_what_lies_before_it(models, tmp_path):

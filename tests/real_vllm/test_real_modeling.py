@@ -33,7 +33,7 @@ VARIANTS = {  # what other published checkpoints of the architectures set
     "mixtral-window": ("mixtral", {"sliding_window": 40}),
 }
 MADE = ("mixtral", "qwen3_moe", "olmoe", "deepseek_v3")
-NAMES = (*MADE, *VARIANTS, "tiny-moe")
+NAMES = (*MADE, *VARIANTS, "coterie-tiny")
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def checkpoints(engine_python, tmp_path_factory):
         shutil.copytree(root / source, root / name)
         config = json.loads((root / name / "config.json").read_text())
         (root / name / "config.json").write_text(json.dumps({**config, **changes}))
-    return {name: TINY if name == "tiny-moe" else root / name for name in NAMES}
+    return {name: TINY if name == "coterie-tiny" else root / name for name in NAMES}
 
 
 @pytest.fixture(scope="module")

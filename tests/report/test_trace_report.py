@@ -1,5 +1,6 @@
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from coterie.analysis import inspect_profile, inspect_trace
@@ -53,6 +54,26 @@ def test_a_label_that_begins_with_an_underscore_is_in_the_legend(found):
     plot = replace(found.plot, labels=tuple(f"_{label}" for label in found.plot.labels))
     drawn = figures.plot_figure(plot)
     assert all(f"_domain {n}<" in drawn for n in (0, 2, 3))
+
+
+def test_of_many_labels_the_most_frequent_are_named(found):
+    labels = {**{f"rare {i}": 1 for i in range(30)}, "": 5, "often": 7}
+    told = dict(trace.subject_table(replace(found.subject, labels=labels), 0).rows)["labels"]
+    assert told.startswith("often 7, (none) 5, rare 0 1, ")
+    assert told.endswith(", rare 21 1, 8 more")
+
+
+def test_figures_have_room_for_so_many_labels_and_no_more(found):
+    points, experts = len(found.plot.labels), found.use.share.shape[1]
+    plot = replace(found.plot, labels=("often", "often", *(f"label {i}" for i in range(points - 2))))
+    drawn = figures.plot_figure(plot)
+    assert "often<" in drawn
+    assert f"{points - 1 - 32} other labels<" in drawn
+    share = np.full((50, experts), 1 / experts)
+    share[49] = np.eye(experts)[0]
+    heat = figures.use_figure(replace(found.use, names=tuple(f"group {g}" for g in range(50)), share=share))
+    assert ("group 0<" in heat, "group 31<" in heat, "group 49<" in heat) == (True, False, True)
+    assert "32 of 50 groups" in heat
 
 
 def test_long_tables_are_cut_to_the_worst_layers_and_say_so(found):

@@ -19,7 +19,7 @@ from coterie.cli.fit import fit
 from coterie.up.cluster import Cluster
 from coterie.up.config import load_cluster_config
 
-TINY = Path(__file__).parents[1] / "fixtures" / "tiny-moe"
+TINY = Path(__file__).parents[2] / "models" / "coterie-tiny"
 PROMPTS = (
     "Once upon a time",
     "def main(args):\n    ",

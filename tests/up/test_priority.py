@@ -6,7 +6,8 @@ import os
 import subprocess
 import sys
 
-from coterie.up.priority import lower_polling_threads
+from coterie.up.priority import lower_polling_threads, polling_cpu_s
+from coterie.up.processes import group_cpu_s
 
 SCRIPT = """
 import threading, time
@@ -30,8 +31,10 @@ def test_only_a_helper_thread_that_spins_is_lowered():
     ) as process:
         try:
             poller, waiter = int(process.stdout.readline()), int(process.stdout.readline())
+            assert polling_cpu_s(process.pid) == 0
             assert lower_polling_threads(process.pid) == 1
             priorities = [os.getpriority(os.PRIO_PROCESS, thread) for thread in (poller, waiter, process.pid)]
             assert priorities == [19, 0, 0]
+            assert 0 < polling_cpu_s(process.pid) <= group_cpu_s(process.pid)
         finally:
             process.kill()

@@ -174,7 +174,7 @@ class Journal:
         self._file.seek(0)
         lines = self._file.read().split(b"\n")
         whole, torn = lines[:-1], lines[-1]
-        if whole and not self._header_fits(whole[0], restart):
+        if not self._header_fits(whole[0] if whole else torn, restart, torn=not whole):
             whole, torn = [], b""
         if torn:
             notice(f"{self._path}: the last line was cut short by a crash; its request is sent again")
@@ -220,7 +220,9 @@ class Journal:
                 f"{self._path}: cannot be written: {error.strerror}; what is finished is kept, run again to go on"
             ) from None
 
-    def _header_fits(self, line: bytes, restart: bool) -> bool:
+    def _header_fits(self, line: bytes, restart: bool, *, torn: bool) -> bool:
+        if torn and msgspec.json.encode(self._header).startswith(line):  # also an empty file
+            return True
         try:
             found = _headers.decode(line)
         except (msgspec.DecodeError, RecursionError):

@@ -19,8 +19,8 @@ _VERBS = {
     "collect": "record which experts a set of prompts uses",
     "fit": "fit a routing profile from a recorded trace",
     "inspect": "say whether routing by locality is worth it, and why",
+    "demo": "compare routing policies on a local cluster",
     "simulate": "compare policies on a simulated cluster, from a recorded trace",
-    "demo": "compare policies on a local cluster of real engines",
 }
 
 

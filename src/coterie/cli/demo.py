@@ -19,9 +19,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from coterie.cli.show import show
 from coterie.cli.up import default_engine_env, interrupt, live_table
+from coterie.engines.embedded.kv import PREFIX
 from coterie.files import check_target
 from coterie.report import svg
 from coterie.report.page import write
+from coterie.shm import sweep
 from coterie.up.cluster import Cluster
 from coterie.up.config import ClusterConfig, load_cluster_config
 from coterie.up.demo import DemoOptions, DemoResult, draw_schedule, run_demo
@@ -29,7 +31,7 @@ from coterie.up.demo.page import as_json, headlines, page, tables
 
 _PATH = click.Path(path_type=Path)
 _EXAMPLES = Path("examples/demo")
-_WIDTH = 120
+_WIDTH = 140
 
 
 @click.command()
@@ -95,6 +97,7 @@ def _scratch(config: ClusterConfig) -> Iterator[ClusterConfig]:
         raise
     finally:
         handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # no process is left: let nothing stop the rest
+        sweep(PREFIX)  # a second Ctrl-C kills engines, which then cannot remove their shared memory
         if not keep:
             shutil.rmtree(folder, ignore_errors=True)
             with suppress(OSError):  # other things are in it, such as the results

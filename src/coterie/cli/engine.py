@@ -17,9 +17,9 @@ from rich.progress import Progress
 # Read when numpy loads: its products are small, and workers share the cores among themselves.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
+from coterie.engines.embedded.process import DEFAULT_KV_MEMORY_MIB, WorkerConfig, run
 from coterie.engines.embedded.pulls import Transport
-from coterie.engines.embedded.server import WorkerRole
-from coterie.engines.embedded.worker import DEFAULT_KV_MEMORY_MIB, WorkerConfig, run
+from coterie.engines.embedded.worker import WorkerRole
 
 _POSITIVE = click.IntRange(min=1)
 _SECONDS = click.FloatRange(min=0, min_open=True)

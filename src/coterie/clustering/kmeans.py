@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -191,8 +192,11 @@ class _Run:
 
     @property
     def cohesion(self) -> float:
-        """Mean cosine; that of all rows of a cluster is that of their sum."""
-        return float(np.einsum("kd,kd->", self._sums, self.centroids)) / len(self.labels)
+        """Mean cosine; that of all rows of a cluster is that of their sum.
+
+        Summed exactly, so that starts that found the same clusters, in whatever order, are equal to the last bit.
+        """
+        return math.fsum((self._sums * self.centroids).ravel().tolist()) / len(self.labels)
 
 
 def _best(

@@ -5,11 +5,11 @@ multiplied alone and the same row multiplied among 31 others therefore differ in
 decoder turns such a bit into another word.  Here the shape never changes: rows are cut into tiles of fixed
 height, the last one padded with zeros, and every product of a weight matrix is one of `tile @ block`.
 
-What is left to BLAS is that equal rows of *one* product give equal bits whatever their place in the tile.  For products
-of 4 and of 8 rows that holds with the kernels of OpenBLAS on x86; for 12 and more it does not with those for AVX2.  It is
-checked on the machine at hand by `check_rows`, once for each shape that a model uses.  Where `same_bits` finds that
-another height gives the same bits too, it may be used as well: the order of additions does not depend on the numbers, so a
-few random ones show it.
+What is left to BLAS is that equal rows of *one* product give equal bits whatever their place in the tile.  For
+products of 4 and of 8 rows that holds with the kernels of OpenBLAS on x86; for 12 and more it does not with those for
+AVX2.  It is checked on the machine at hand by `check_rows`, once for each shape that a model uses.  Where `same_bits`
+finds that another height gives the same bits too, it may be used as well: the order of additions does not depend on the
+numbers, so a few random ones show it.
 
 Weights are stored as `[blocks, K, width]`: the columns of a `[K, N]` matrix in blocks, each contiguous, the last
 one padded with zeros.  Narrow blocks keep a product under 100^3 multiplications, up to which OpenBLAS multiplies

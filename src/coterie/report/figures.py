@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ _WIDE = (8.4, 3.4)
 _HALF = (5.2, 3.2)
 _MARKS = "os^Dv"
 _MOST_NAME = 24
+_MOST_GROUPS = 32  # entries of a legend and rows of a heat map
 _NOTHING = "\u200b"  # a space without width
 _HEAT = "#3987e5"  # seen as well on light as on dark ground; how much of it is the value
 
@@ -134,8 +136,7 @@ def selection_figure(selection: LayerSelection) -> str:
 def plot_figure(plot: PlottedClusters) -> str:
     """Signatures in two dimensions, coloured by label, with the centroids."""
     points, centroids = plot.projection.points, plot.projection.centroids
-    names = sorted(set(plot.labels))
-    labels = np.array(plot.labels, dtype=object)
+    names, labels = _legend(plot.labels)
 
     def paint(figure: Figure) -> None:
         axes = figure.subplots()
@@ -156,22 +157,37 @@ def plot_figure(plot: PlottedClusters) -> str:
     return draw("Signatures in two dimensions", (8.4, 4.6), paint)
 
 
+def _legend(labels: Sequence[str]) -> tuple[list[str], Any]:
+    """Names for a legend, and the name of each point; labels that are too rare for the legend share one."""
+    common = [name for name, _ in Counter(labels).most_common()]
+    kept, rest = set(common[:_MOST_GROUPS]), f"{len(common) - _MOST_GROUPS} other labels"
+    names = [name if name in kept else rest for name in labels]
+    return [*sorted(kept), *([rest] if len(common) > len(kept) else [])], np.array(names, dtype=object)
+
+
 def use_figure(use: DomainUse) -> str:
-    """Heat map of groups and the experts of one layer, experts sorted by the group that uses them most."""
-    order = np.lexsort((-use.share.max(axis=0), use.share.argmax(axis=0)))
-    share = use.share[:, order]
+    """Heat map of groups and the experts of one layer, experts sorted by the group that uses them most.
+
+    Of many groups it shows those that differ most from the mean.
+    """
+    apart = np.abs(use.share - use.share.mean(axis=0)).sum(axis=1)
+    groups = np.sort(np.argsort(-apart, kind="stable")[:_MOST_GROUPS])
+    share = use.share[groups]
+    share = share[:, np.lexsort((-share.max(axis=0), share.argmax(axis=0)))]
+    names = [_short(use.names[g]) for g in groups]
+    some = f"; {len(names)} of {len(use.names)} groups" if len(names) < len(use.names) else ""
 
     def paint(figure: Figure) -> None:
         axes = figure.subplots()
         axes.imshow(_shades(share), aspect="auto", interpolation="none")
-        axes.set_yticks(range(len(use.names)), [_short(name) for name in use.names])
+        axes.set_yticks(range(len(names)), names)
         axes.set_xticks([])
         axes.tick_params(length=0)
         for side in axes.spines.values():
             side.set(visible=True, color=LINE)
-        axes.set_xlabel(f"the {share.shape[1]} experts of layer {use.layer}, by the group that uses them most")
+        axes.set_xlabel(f"the {share.shape[1]} experts of layer {use.layer}, by the group that uses them most{some}")
 
-    return draw(f"Use of the experts of layer {use.layer}", (8.4, 1 + 0.26 * len(use.names)), paint)
+    return draw(f"Use of the experts of layer {use.layer}", (8.4, 1 + 0.26 * len(names)), paint)
 
 
 def _shades(share: Any) -> Any:

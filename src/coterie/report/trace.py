@@ -25,21 +25,31 @@ PROOF = (
 )
 
 MOST_ROWS = 3
+MOST_LABELS = 24
 
 
 def subject_table(subject: Subject, seed: int) -> Table:
     """What was inspected, and what was left out."""
-    labels = ", ".join(f"{name or '(none)'} {count}" for name, count in subject.labels.items())
     rows = [
         ("model", subject.model),
         ("geometry", str(subject.geometry)),
         ("requests", f"{subject.used} of {subject.requests} used"),
         ("left out", _left_out(subject)),
         ("tokens", f"{subject.prompt_tokens} of prompts, {subject.output_tokens} of outputs"),
-        ("labels", labels),
+        ("labels", _labels(subject)),
         ("trace, seed", f"{subject.digest}, {seed}"),
     ]
     return Table("Trace", ("", ""), tuple(rows))
+
+
+def _labels(subject: Subject) -> str:
+    """Labels and their requests; of many the most frequent."""
+    labels = list(subject.labels.items())
+    more = len(labels) - MOST_LABELS
+    if more > 0:
+        labels = sorted(labels, key=lambda one: -one[1])[:MOST_LABELS]
+    named = [f"{name or '(none)'} {count}" for name, count in labels]
+    return ", ".join([*named, f"{more} more"] if more > 0 else named)
 
 
 def _left_out(subject: Subject) -> str:

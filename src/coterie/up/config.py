@@ -1,6 +1,6 @@
 """The YAML file of a local cluster.
 
-model: ./tiny-moe            # a folder (relative to this file) or, for vLLM, a name on a model hub
+model: ./coterie-tiny        # a folder (relative to this file) or, for vLLM, a name on a model hub
 served_model_name: tiny
 engine: vllm                 # or: embedded
 engine_env: ../.venv-vllm    # for vLLM; default: $COTERIE_VLLM_ENV, else .venv-vllm in the current folder

@@ -40,6 +40,17 @@ def lower_polling_threads(group: int, sample_s: float = _SAMPLE_S) -> int:
     return len(polling)
 
 
+def polling_cpu_s(group: int) -> float:
+    """CPU seconds that the threads which `lower_polling_threads` lowered have used."""
+    ticks = 0
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            if int(_fields(stat)[2]) == group:
+                threads = [_fields(task / "stat") for task in (stat.parent / "task").iterdir()]
+                ticks += sum(int(one[11]) + int(one[12]) for one in threads if int(one[16]) == _LOWEST)
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
 def _helper_ticks(group: int) -> dict[int, int]:
     """CPU ticks of each thread of the group that is not a main thread."""
     ticks = {}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import toy_model
 from toy_model import BLOCK, END, VOCAB, Story, ToyText, counts_of, expected_tokens, experts_of
 
 from coterie import wire
@@ -401,6 +402,29 @@ def test_a_failed_load_fails_its_request_and_nothing_else():
     assert story.finish("good").reason in ("length", "stop")
     assert story.tokens("good") == expected_tokens(PROMPTS[0], SamplingParams(temperature=0, max_tokens=2))
     assert story.pool.held == 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_request_whose_logits_are_no_numbers_fails_and_nothing_else(temperature, monkeypatch):
+    story, logits_after = Story(), toy_model.logits_after
+    spoilt = tuple(PROMPTS[0])
+    monkeypatch.setattr(
+        toy_model,
+        "logits_after",
+        lambda prefix: np.full(VOCAB, np.nan) if prefix[: len(spoilt)] == spoilt else logits_after(prefix),
+    )
+    for name, prompt in (("bad", PROMPTS[0]), ("good", PROMPTS[1]), ("kept", PROMPTS[0])):
+        keep = {"keep": True, "max_tokens": 1} if name == "kept" else {"max_tokens": 6}
+        story.submit(name, prompt, temperature=temperature, seed=3, **keep)
+    story.run()
+    for name in ("bad", "kept"):
+        assert story.tokens(name) == []
+        assert (story.finish(name).reason, story.finish(name).kept) == ("error", None)
+        assert "not finite" in story.finish(name).problem
+    params = SamplingParams(temperature=temperature, seed=3, max_tokens=6)
+    assert story.tokens("good") == expected_tokens(PROMPTS[1], params)
+    assert story.pool.held == 0
+    assert story.engine.problem is None
 
 
 def test_blocks_of_an_aborted_load_are_free_when_nothing_writes_to_them_any_more():

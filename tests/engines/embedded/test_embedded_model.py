@@ -15,7 +15,7 @@ from coterie.engines.embedded.scheduler import Limits
 from coterie.engines.embedded.text import Tokenizer
 from coterie.modeling import Model, prepare
 
-FIXTURE = Path("tests/fixtures/tiny-moe").resolve()
+FIXTURE = Path("models/coterie-tiny").resolve()
 TEXTS = ["Once upon a time", "def main(", "In the beginning God created", "Once upon a time there was a man who"]
 
 

@@ -53,8 +53,8 @@ class Pair:
     async def __aexit__(self, *_):
         await self.puller.close()
         await self.server.close()
-        self.ours.close()
-        self.theirs.close()
+        close(self.ours)
+        close(self.theirs)
 
     def remote(self, **changes):
         port, engine = self.server.port, self.theirs.engine_id
@@ -64,6 +64,11 @@ class Pair:
         ended = asyncio.get_running_loop().create_future()
         self.puller.start(remote or self.remote(), first, blocks, ended.set_result)
         return await ended
+
+
+def close(kv):
+    kv.close()
+    assert not Path(FOLDER, PREFIX + kv.engine_id).exists()
 
 
 async def keep_silent(reader, writer):
@@ -84,10 +89,9 @@ def link_of(number):
 
 
 def run(coroutine):
-    files, before = set(Path(FOLDER).glob(f"{PREFIX}*")), descriptors()
+    before = descriptors()
     asyncio.run(coroutine)
     assert descriptors() == before
-    assert set(Path(FOLDER).glob(f"{PREFIX}*")) <= files
 
 
 @pytest.mark.parametrize("transport", ["auto", "shm", "tcp"])
@@ -206,6 +210,16 @@ def test_a_holder_that_is_gone_or_silent_fails_the_pull_in_time():
             silent.close()
             await pair.server.close()
             assert "connection to the prefill worker failed" in await pair.pull()
+
+    run(story())
+
+
+@pytest.mark.parametrize("host", ["a..b", "x" * 200, ".", "\0", "no such host"])
+def test_what_is_no_host_fails_the_pull_and_says_so(host):
+    async def story():
+        async with Pair() as pair:
+            problem = await pair.pull(pair.remote(host=host))
+            assert "no name of a host" in problem or "connection to the prefill worker failed" in problem
 
     run(story())
 

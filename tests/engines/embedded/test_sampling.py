@@ -98,6 +98,18 @@ def test_nothing_to_sample_is_no_token():
 
 
 @pytest.mark.parametrize(
+    "wrong", [[0, np.nan, 1], [np.nan] * 3, [np.inf, 0, 0], [-np.inf] * 3, [np.nan, np.inf, -np.inf]]
+)
+@pytest.mark.parametrize(
+    "changes", [{"temperature": 0}, {}, {"top_p": 0.5}, {"top_k": 2}, {"top_k": 1, "top_p": 0.1}, {"temperature": 1e-5}]
+)
+def test_a_row_that_is_not_finite_has_no_token_and_the_others_have(wrong, changes):
+    rows = np.array([[0, 1, 9], wrong, [9, 1, 0]], np.float32)
+    draws = [draw(SamplingParams(temperature=0)), draw(SamplingParams(**changes)), draw(SamplingParams(temperature=0))]
+    assert sample(rows, draws) == [2, None, 0]
+
+
+@pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({"max_tokens": 0}, "max_tokens: must be at least 1, got 0"),

@@ -15,7 +15,7 @@ from tokenizers import decoders, models
 from coterie.engines.embedded.text import Tokenizer
 from coterie.errors import InputError, RequestError, UnsupportedError
 
-FIXTURE = Path("tests/fixtures/tiny-moe").resolve()
+FIXTURE = Path("models/coterie-tiny").resolve()
 TINY = Tokenizer.load(FIXTURE)
 BACKEND = tokenizers.Tokenizer.from_file(str(FIXTURE / "tokenizer.json"))
 REPLACED = "\ufffd"

@@ -13,7 +13,9 @@ from pathlib import Path
 
 import httpx
 
-TINY = Path(__file__).parents[2] / "fixtures" / "tiny-moe"
+from coterie.engines.embedded.kv import PREFIX
+
+TINY = Path(__file__).parents[3] / "models" / "coterie-tiny"
 SMALL = ("--kv-blocks", "400", "--max-num-seqs", "16", "--max-batched-tokens", "64")
 
 HTTP = httpx.Client(timeout=60, trust_env=False)
@@ -56,8 +58,18 @@ class WorkerProcess:
         found = re.search(rf"^{re.escape(name)}\{{.*\}} (\S+)$", self.get("/metrics").text, re.MULTILINE)
         return float(found[1])
 
-    def descriptors(self) -> int:
-        return len(os.listdir(f"/proc/{self.process.pid}/fd"))
+    def descriptors(self) -> list[str]:
+        """What its open descriptors refer to."""
+        folder = Path(f"/proc/{self.process.pid}/fd")
+        links = []
+        for number in os.listdir(folder):
+            with contextlib.suppress(FileNotFoundError):  # closed since
+                links.append(os.readlink(folder / number))
+        return links
+
+    def kv_files(self) -> set[Path]:
+        """Its shared memory."""
+        return {Path(link) for link in self.descriptors() if PREFIX in link}
 
     def end(self, number: int = signal.SIGTERM) -> int:
         self.process.send_signal(number)

@@ -4,7 +4,7 @@ For each checkpoint, OUT/NAME.npz holds, of prompts of random tokens (one of eac
 `prompt_I [T]`; `logits_I [ROWS, V]` of its last tokens; `gates_I [T, L, E]` router logits; `outputs_I [OUTPUT]` greedy
 tokens, each from a whole pass without a cache.
 
-tests/fixtures/tiny-moe-forward.npz is `forward_oracle.py . 70,9 2 32 tests/fixtures/tiny-moe`, renamed.
+tests/fixtures/coterie-tiny-forward.npz is `forward_oracle.py . 70,9 2 32 models/coterie-tiny`, renamed.
 """
 
 import sys

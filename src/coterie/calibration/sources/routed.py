@@ -33,13 +33,16 @@ class RoutedSource:
         client: connection to the server; closed with the source.
         config: where the model's MoE layers are.
         model: name of the model; None takes the server's only one.
-    """
 
-    records = "counts and ids from routed experts"
+    Attributes:
+        records: see `Source`; names the MoE layers, since another configuration would read other rows.
+    """
 
     def __init__(self, client: EngineClient, config: ModelConfig, model: str | None = None) -> None:
         self._client = client
         self._config = config
+        where = ", ".join(str(layer) for layer in config.moe_layers)
+        self.records = f"counts and ids from routed experts of {config.geometry} (hidden layers {where})"
         self._model = model
 
     async def model(self) -> str:

@@ -42,6 +42,7 @@ from coterie.engines.embedded.stats import Stats, Totals
 from coterie.errors import ConfigError, EngineError, RequestError
 
 log = logging.getLogger("coterie.engine")
+_NO_LOGITS = "the model's logits are not finite: its weights, or KV that was fetched, are damaged"
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,15 +254,22 @@ class Engine:
     def _sample(self, step: Step, computed: Computed) -> None:
         requests = [work.request for work in step.work if work.samples]
         tokens = sample(computed.logits, [request.draw() for request in requests])
-        self._totals.output_tokens += len(tokens)
         for request, token in zip(requests, tokens, strict=True):
-            live = self._live[request.id]
-            text, reason, stop_reason = live.advance(token)
-            if reason is None:
-                live.sink(TokenOutput(request.id, token, text))
+            if token is None:
+                self._leave(request)
+                self._tell_end(self._live[request.id], "error", problem=_NO_LOGITS)
             else:
-                kept = self._leave(request, keep=request.submission.keep)
-                self._tell_end(live, reason, token=token, text=text, stop_reason=stop_reason, kept=kept)
+                self._advance(self._live[request.id], token)
+
+    def _advance(self, live: Live, token: int) -> None:
+        request = live.request
+        self._totals.output_tokens += 1
+        text, reason, stop_reason = live.advance(token)
+        if reason is None:
+            live.sink(TokenOutput(request.id, token, text))
+        else:
+            kept = self._leave(request, keep=request.submission.keep)
+            self._tell_end(live, reason, token=token, text=text, stop_reason=stop_reason, kept=kept)
 
     def _leave(self, request: Request, *, keep: bool = False) -> KeptBlocks | None:
         """Take a request out of the scheduler; its blocks stay where another engine is to copy them."""

@@ -9,48 +9,11 @@ from functools import partial
 from typing import Any
 
 from coterie.engines.embedded.bodies import Call
-from coterie.engines.embedded.engine import Engine
-from coterie.engines.embedded.mailbox import Mailbox
-from coterie.engines.embedded.messages import RemoteKv
-from coterie.engines.embedded.metrics import Metrics
-from coterie.engines.embedded.pulls import Pulls
 from coterie.engines.embedded.replies import Choice
-from coterie.engines.embedded.request import LoadJob, Submission, TokenOutput
+from coterie.engines.embedded.request import Submission, TokenOutput
 from coterie.engines.embedded.transfer import handoff_params
+from coterie.engines.embedded.worker import Worker
 from coterie.errors import CoterieError
-
-
-class Loads:
-    """Brings the engine's wishes for remote KV to the `Pulls`, and their outcome back.
-
-    A request's remote KV is either pulled, once the engine has blocks for it, or dropped, if the request ends before.
-    """
-
-    def __init__(self, pulls: Pulls) -> None:
-        self.pulls = pulls
-        self._wanted: dict[str, RemoteKv] = {}
-
-    def expect(self, request_id: str, remote: RemoteKv) -> None:
-        """Before its submission: where the KV of a request waits."""
-        self._wanted[request_id] = remote
-
-    def start(self, engine: Engine, job: LoadJob) -> None:
-        """Engine's thread: blocks wait to be filled."""
-        done = partial(self._done, engine, job.request_id)
-        self.pulls.start(self._wanted.pop(job.request_id), job.first, job.blocks, done)
-
-    def ended(self, request_id: str) -> None:
-        """The request has ended."""
-        remote = self._wanted.pop(request_id, None)
-        if remote is not None:
-            self.pulls.drop(remote)
-
-    @staticmethod
-    def _done(engine: Engine, request_id: str, problem: str | None) -> None:
-        if problem is None:
-            engine.loaded(request_id)
-        else:
-            engine.load_failed(request_id, problem)
 
 
 class Generation:
@@ -61,35 +24,19 @@ class Generation:
         delivered: whether the client has got the whole reply; set by whoever sends it.
 
     Args:
+        worker: computes it.
         call: what was asked for.
         prompts: tokens of each prompt.
         id_: unique; the engine's ids begin with it.
-        engine: computes.
-        mailbox: brings news.
-        loads: fetches remote KV.
-        metrics: hears of latencies.
     """
 
-    def __init__(
-        self,
-        call: Call,
-        prompts: Sequence[Sequence[int]],
-        id_: str,
-        engine: Engine,
-        mailbox: Mailbox,
-        loads: Loads,
-        metrics: Metrics,
-    ) -> None:
-        self.choices = [
-            Choice(number, prompt) for number, prompt in enumerate(prompt for prompt in prompts for _ in range(call.n))
-        ]
+    def __init__(self, worker: Worker, call: Call, prompts: Sequence[Sequence[int]], id_: str) -> None:
+        several = (prompt for prompt in prompts for _ in range(call.n))
+        self.choices = [Choice(number, prompt) for number, prompt in enumerate(several)]
         self.delivered = False
+        self._worker = worker
         self._call = call
         self._id = id_
-        self._engine = engine
-        self._mailbox = mailbox
-        self._loads = loads
-        self._metrics = metrics
         self._news: asyncio.Queue[tuple[Choice, TokenOutput]] = asyncio.Queue()
         self._running: set[int] = set()
         self._start_s = time.monotonic()
@@ -118,18 +65,13 @@ class Generation:
         while self._running:
             yield await self._next()
 
-    def params(self, choice: Choice, engine_id: str, address: tuple[str, int]) -> dict[str, Any] | None:
-        """`kv_transfer_params` of an ended choice.
-
-        Args:
-            choice: which.
-            engine_id: of this worker's cache.
-            address: where this worker's KV is asked for.
-        """
+    def params(self, choice: Choice) -> dict[str, Any] | None:
+        """`kv_transfer_params` of an ended choice."""
         assert choice.finish is not None
         envelopes = choice.finish.envelopes()
         if choice.finish.kept is not None:
-            return handoff_params(self._name(choice), choice.finish.kept, engine_id, address, envelopes)
+            worker = self._worker
+            return handoff_params(self._name(choice), choice.finish.kept, worker.engine_id, worker.address, envelopes)
         return envelopes or None
 
     def _name(self, choice: Choice) -> str:
@@ -148,18 +90,18 @@ class Generation:
             load_tokens=remote.tokens if remote else 0,
         )
         if remote:
-            self._loads.expect(name, remote)
+            self._worker.loads.expect(name, remote)
         try:
-            self._engine.submit(submission, self._mailbox.sink(partial(self._read, choice)))
+            self._worker.engine.submit(submission, self._worker.mailbox.sink(partial(self._read, choice)))
         except CoterieError:
-            self._loads.ended(name)
+            self._worker.loads.ended(name)
             raise
         self._running.add(choice.index)
 
     def _read(self, choice: Choice, output: TokenOutput) -> None:
         """On the event loop, whether or not anybody still waits for it."""
         if output.finish is not None:
-            self._loads.ended(output.request_id)
+            self._worker.loads.ended(output.request_id)
         self._news.put_nowait((choice, output))
 
     async def _next(self) -> tuple[Choice, TokenOutput]:
@@ -177,15 +119,15 @@ class Generation:
         now_s = time.monotonic()
         if output.token_id is not None:
             last_s = self._last_s.get(choice.index)
-            histogram = self._metrics.first_token_s if last_s is None else self._metrics.between_tokens_s
+            histogram = self._worker.metrics.first_token_s if last_s is None else self._worker.metrics.between_tokens_s
             histogram.observe(now_s - (self._start_s if last_s is None else last_s))
             self._last_s[choice.index] = now_s
         if output.finish is not None:
-            self._metrics.whole_s.observe(now_s - self._start_s)
+            self._worker.metrics.whole_s.observe(now_s - self._start_s)
 
     def _end(self) -> None:
         """An ended choice that was not delivered may still keep blocks."""
         for choice in self.choices:
             if choice.index in self._running or not self.delivered:
-                self._engine.abort(self._name(choice))
+                self._worker.engine.abort(self._name(choice))
         self._running.clear()

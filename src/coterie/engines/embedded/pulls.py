@@ -157,7 +157,10 @@ class _Peer:
 
 @asynccontextmanager
 async def _connected(remote: RemoteKv) -> AsyncIterator[_Peer]:
-    reader, writer = await asyncio.open_connection(remote.host, remote.port, limit=_BUFFER_BYTES)
+    try:
+        reader, writer = await asyncio.open_connection(remote.host, remote.port, limit=_BUFFER_BYTES)
+    except ValueError as error:  # such as UnicodeError
+        raise EngineError(f"this is no name of a host: {error}") from None
     try:
         yield _Peer(reader, writer)
     finally:

@@ -101,18 +101,24 @@ class Draw:
     forbidden: frozenset[int] = frozenset()
 
 
-def sample(logits: Floats, draws: Sequence[Draw]) -> list[int]:
-    """Choose the next token of each row.
+def sample(logits: Floats, draws: Sequence[Draw]) -> list[int | None]:
+    """Choose the next token of each row; None where the row holds a logit that is no number, or an infinite one.
 
     Args:
         logits: `[R, V]`.
         draws: one for each row.
     """
-    tokens: list[int] = logits.argmax(axis=1).tolist() if len(draws) else []  # of equal logits the lowest id
-    for row, draw in enumerate(draws):
-        if draw.forbidden or not draw.params.greedy:
-            tokens[row] = _sample_row(logits[row], draw)
-    return tokens
+    if not draws:
+        return []
+    best = logits.argmax(axis=1)  # of equal logits the lowest id, and of what is no number the first
+    usable = np.isfinite(logits[np.arange(len(best)), best])
+    return [_token(*row) for row in zip(logits, best.tolist(), usable.tolist(), draws, strict=True)]
+
+
+def _token(logits: Floats, best: int, usable: bool, draw: Draw) -> int | None:
+    if not usable:
+        return None
+    return _sample_row(logits, draw) if draw.forbidden or not draw.params.greedy else best
 
 
 def _sample_row(logits: Floats, draw: Draw) -> int:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -18,14 +17,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from coterie.engines.embedded.bodies import Call, Chat, read_chat, read_completion, read_tokenize
-from coterie.engines.embedded.engine import Engine
-from coterie.engines.embedded.generation import Generation, Loads
-from coterie.engines.embedded.mailbox import Mailbox
-from coterie.engines.embedded.metrics import Metrics
+from coterie.engines.embedded.bodies import Call, read_chat, read_completion, read_tokenize
+from coterie.engines.embedded.generation import Generation
 from coterie.engines.embedded.replies import DONE, Choice, Replies, error_body, usage
-from coterie.engines.embedded.text import Tokenizer
 from coterie.engines.embedded.transfer import FIELD, read_remote
+from coterie.engines.embedded.worker import Worker
 from coterie.errors import CoterieError, EngineError, RequestError
 
 MAX_BODY_BYTES = 8 << 20
@@ -34,45 +30,6 @@ _JSON = "application/json"
 _EVENTS = "text/event-stream; charset=utf-8"
 _MAX_ID = 128
 _TURNS = 8  # of the loop: more than it takes from a closed socket to the end of the answer
-
-WorkerRole = Literal["prefill", "decode", "both"]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Worker:
-    """The parts of a worker that its HTTP side uses.
-
-    Attributes:
-        model: name that it serves.
-        root: folder of the checkpoint.
-        role: which parts of a divided request it takes.
-        engine: computes.
-        engine_id: of its KV cache.
-        address: where its KV is asked for.
-        tokenizer: of the model.
-        mailbox: brings the engine's news.
-        loads: fetches remote KV.
-        metrics: of the worker.
-        started_s: seconds since 1970.
-    """
-
-    model: str
-    root: str
-    role: WorkerRole
-    engine: Engine
-    engine_id: str
-    address: tuple[str, int]
-    tokenizer: Tokenizer
-    mailbox: Mailbox
-    loads: Loads
-    metrics: Metrics
-    started_s: int
-
-    def encode(self, prompt: str | Chat) -> list[int]:
-        """Tokens of a prompt or a conversation."""
-        if isinstance(prompt, str):
-            return self.tokenizer.encode(prompt)
-        return self.tokenizer.encode_chat(prompt.messages, prompt.extra, prompt=prompt.generation_prompt)
 
 
 class _RefusedError(Exception):
@@ -243,15 +200,12 @@ class _Answer:
     """Answers one completion or chat request."""
 
     def __init__(self, worker: Worker, call: Call, prompts: list[Sequence[int]], id_: str) -> None:
-        self._worker = worker
         self._call = call
         self._replies = Replies(
             id_, worker.model, int(time.time()), chat=call.chat is not None, with_ids=call.return_token_ids
         )
         unique = f"{id_}-{secrets.token_hex(4)}"  # a client may send the same id again
-        self._generation = Generation(
-            call, prompts, unique, worker.engine, worker.mailbox, worker.loads, worker.metrics
-        )
+        self._generation = Generation(worker, call, prompts, unique)
 
     async def send(self, client: _Client) -> None:
         """Answer whole or as a stream; cancelled when the client leaves."""
@@ -270,7 +224,7 @@ class _Answer:
                 return
         if self._call.transfer.keep:
             await _catch_up()
-        params = self._params(generation.choices[0])
+        params = generation.params(generation.choices[0])
         await client.whole(200, _JSON, self._replies.full(generation.choices, self._usage(), params))
 
     async def _stream(self, client: _Client) -> None:
@@ -281,7 +235,7 @@ class _Answer:
                 return
             ids = [] if output.token_id is None else [output.token_id]
             opening = self._replies.opening(choice) if len(choice.token_ids) == len(ids) else b""
-            params = self._params(choice) if choice.finish else None
+            params = self._generation.params(choice) if choice.finish else None
             await client.part(opening + self._replies.news(choice, output.text, ids, params))
         if self._call.include_usage:
             await client.part(self._replies.counts(self._usage()))
@@ -289,9 +243,6 @@ class _Answer:
 
     def _usage(self) -> dict[str, Any]:
         return usage(self._generation.choices, self._call.n)
-
-    def _params(self, choice: Choice) -> dict[str, Any] | None:
-        return self._generation.params(choice, self._worker.engine_id, self._worker.address)
 
 
 async def _catch_up() -> None:
@@ -360,8 +311,9 @@ class _Reply(Response):
         try:
             await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)
         finally:
-            await _end(answering)
-            await _end(leaving)
+            answering.cancel()
+            leaving.cancel()
+            await asyncio.wait((answering, leaving))
         if not answering.cancelled():
             answering.result()
 
@@ -369,9 +321,3 @@ class _Reply(Response):
 async def _left(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-async def _end(task: asyncio.Future[None]) -> None:
-    task.cancel()
-    waiting: Awaitable[Any] = asyncio.wait((task,))
-    await waiting

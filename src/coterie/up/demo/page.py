@@ -20,27 +20,29 @@ _COLUMNS = {
     "tpot_p50_ms": ("TPOT P50", 1),
     "tpot_p99_ms": ("TPOT P99", 1),
     "ttft_p50_ms": ("TTFT P50", 0),
-    "active_experts_mean": ("experts / step", 1),
-    "live_mean": ("live / step", 1),
-    "experts_per_token": ("experts / token", 2),
-    "cpu_ms_per_token": ("CPU ms / token", 2),
+    "active_experts_mean": ("experts/step", 1),
+    "live_mean": ("live/step", 1),
+    "experts_per_token": ("experts/token", 2),
+    "cpu_ms_per_token": ("CPU ms/token", 2),
 }
-_NOTE = " ".join(
-    """
-    Times in ms. `experts / step`: different experts that a step of a decode engine reads, mean over steps and layers;
-    `-` where the engine does not count them. `live / step`: requests in a step; `experts / token`: the one by the
-    other. `CPU ms / token`: CPU time of the decode engines' processes per output token. `% per engine`: share of the
-    requests that each got. `equal`: whether all outputs were equal, token by token, to those of the same prompts under
-    the other policies.
-    """.split()
+_NOTE = (
+    "Times in ms. `experts/step`: different experts that a step of a decode engine reads, mean over steps and layers; "
+    "`-` where the engine does not count them. `live/step`: requests in a step; `experts/token`: the one by the other. "
+    "`CPU ms/token`: CPU time of the decode engines' processes per output token, without threads that poll. "
+    "`% per engine`: share of the requests that each got. `equal`: whether all outputs were equal, token by token, to "
+    "those of the same prompts under the other policies."
+)
+_VLLM = (
+    "Experts are not padded for vLLM: a step of so small a model takes about as long however many it reads, so this "
+    "shows where requests went, not a speed-up."
 )
 
 
 def headlines(result: DemoResult) -> list[str]:
-    """What locality changed, a sentence for each mix, and whether outputs were equal."""
+    """What locality changed, a sentence for each mix; whether outputs were equal; what else to know."""
     mixes = list(dict.fromkeys(row.mix for row in result.rows))
     lines = [f"{mix.capitalize()} mix: {_gained([g for g in result.gains if g.mix == mix])}." for mix in mixes]
-    return [*lines, _equality(result)]
+    return [*lines, _equality(result), *([_VLLM] if result.engine == "vllm" else [])]
 
 
 def _gained(gains: list[Gain]) -> str:

@@ -38,7 +38,7 @@ class PassResult:
         planned: the pass.
         served: its requests.
         routed: by request id.
-        cpu_s: CPU seconds of the decode engines' processes.
+        cpu_s: CPU seconds of the decode engines' processes, without threads that poll without pause.
         counted: by the decode engines; None where they do not count.
         samples: of the counters, in order of time.
     """

@@ -20,6 +20,7 @@ from coterie.up.demo.client import Served, serve_all
 from coterie.up.demo.counters import Counters, Sample, Watch
 from coterie.up.demo.results import DemoResult, PassResult, Routed, sum_up
 from coterie.up.demo.schedule import POLICIES, DemoOptions, Pass, Schedule, request_id
+from coterie.up.priority import polling_cpu_s
 from coterie.up.processes import group_cpu_s
 
 _TIMEOUT = httpx.Timeout(30.0)
@@ -157,7 +158,9 @@ async def _send(
 
 
 def _decode_cpu_s(cluster: Cluster) -> float:
-    return sum(group_cpu_s(member.process.pid) for member in cluster.members("decode") if member.process.pid)
+    """Without threads that poll without pause (NIXL's): how much they get says what else ran, not what was done."""
+    groups = [member.process.pid for member in cluster.members("decode") if member.process.pid]
+    return sum(group_cpu_s(group) - polling_cpu_s(group) for group in groups)
 
 
 def _routed(gateway: Member, planned: Pass) -> dict[str, Routed]:

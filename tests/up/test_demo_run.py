@@ -1,0 +1,78 @@
+"""The whole demo, small: embedded engines, five gateways, results; and what is left when it is interrupted."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from traces import COTERIE_TINY
+
+LABELS = {"code": "def add(a, b):\n    return a + b + ", "fr": "Choisissez le menu Format, puis la page numéro "}
+
+
+@pytest.fixture
+def command(tmp_path):
+    """Of a demo with one prefill and two decode workers, each given 4 tokens to say a few times."""
+    lines = [{"prompt": f"{text}{i}", "label": label} for label, text in LABELS.items() for i in range(8)]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    cluster = {
+        "model": str(COTERIE_TINY),
+        "served_model_name": "tiny",
+        "engine": "embedded",
+        "prefill": {"count": 1, "args": ["--kv-memory", "8"]},
+        "decode": {"count": 2, "args": ["--kv-memory", "8"]},
+        "run_dir": "run",
+    }
+    (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(cluster))
+    size = ["--requests", "4", "--concurrency", "4", "--max-tokens", "4", "--rounds", "1"]
+    files = ["--cluster", "cluster.yaml", "--calibrate", "prompts.jsonl", "--serve", "prompts.jsonl"]
+    return [sys.executable, "-m", "coterie", "demo", *files, *size, "--json", "result.json"]
+
+
+def members(mark):
+    """Living processes that inherited this environment variable."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark.encode() in (process / "environ").read_bytes().split(b"\0"):
+                found.append(int(process.name))
+        except OSError:  # it ended since it was listed
+            continue
+    return found
+
+
+def test_the_demo_measures_every_policy_and_leaves_nothing_but_its_result(command, tmp_path):
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert len(result["rows"]) == 2 * 5
+    for row in result["rows"]:
+        assert row["outputs_equal"]
+        assert row["errors"] == 0
+        assert row["tpot_p50_ms"] > 0
+        assert 4 <= row["active_experts_mean"] <= 16  # of 4 requests, 4 experts each, at most 16
+        assert row["live_mean"] >= 1
+    assert "Outputs: equal under every policy, token by token (40 requests)." in done.stdout
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cluster.yaml", "prompts.jsonl", "result.json"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_demo_leaves_neither_processes_nor_files(command, tmp_path, number):
+    mark = f"COTERIE_DEMO_TEST={os.getpid()}-{number}"
+    environment = {**os.environ, **dict([mark.split("=")])}
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    ) as demo:
+        while not list(tmp_path.glob("run/demo-*/decode-1.log")):
+            assert demo.poll() is None
+            time.sleep(0.02)
+        demo.send_signal(number)
+        assert demo.wait(60) != 0
+    assert members(mark) == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cluster.yaml", "prompts.jsonl"]
