@@ -31,10 +31,10 @@ _COLUMNS = {
 }
 _NOTE = (
     "Times in ms. `experts/step`: different experts that a step of a decode engine at full load reads, mean over steps "
-    "and layers; `-` where the engine does not count them. `live/step`: requests in such a step. `experts/token`: those "
-    "read per token over the whole round. `CPU ms/token`: CPU time of the decode engines' processes per output token, "
-    "without threads that poll. `% per engine`: share of the requests that each got. `equal`: whether all outputs were "
-    "equal, token by token, to those of the same prompts under the other policies."
+    "and layers; `-` where the engine does not count them. `live/step`: requests in such a step. `experts/token`: "
+    "experts read per token over the whole round. `CPU ms/token`: CPU time of the decode engines' processes per output "
+    "token, without threads that poll. `% per engine`: share of the requests that each got. `equal`: whether all "
+    "outputs were equal, token by token, to those of the same prompts under the other policies."
 )
 _VLLM = (
     "Experts are not padded for vLLM: a step of so small a model takes about as long however many it reads, so this "
