@@ -35,7 +35,7 @@ test: vllm-env  ## everything, real vLLM included (under 25 minutes on two cores
 test-fast: install  ## what needs no vLLM (under 90 s)
 	$(BIN)/pytest -m 'not vllm'
 
-demo: $(DEMO_NEEDS)  ## five policies on five workers of the embedded engine (about 3 minutes); ENGINE=vllm: real vLLM
+demo: $(DEMO_NEEDS)  ## five policies on five workers of the embedded engine (a few minutes); ENGINE=vllm: real vLLM
 	@mkdir -p .demo
 	$(BIN)/coterie demo --engine $(ENGINE) $(DEMO_SIZE_$(ENGINE)) --json .demo/result.json --html .demo/report.html
 

@@ -19,6 +19,8 @@ TINY = Path(__file__).parents[2] / "models" / "coterie-tiny"
         ([TINY, "--kv-lease", 0], "not in the range"),
         ([TINY, "--port", 70000], "not in the range"),
         ([TINY, "--kv-host", "0.0.0.0"], "name one they can reach"),
+        ([TINY, "--kv-timeout", "nan"], "--kv-timeout nan: it must be positive and at most 86400"),
+        ([TINY, "--kv-timeout", "inf"], "--kv-timeout inf: it must be positive and at most 86400"),
         ([TINY.parent], "config.json"),
         ([TINY, "--pad-intermediate", 63], "pad_intermediate is 63"),
     ],

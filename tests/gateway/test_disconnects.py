@@ -101,6 +101,69 @@ async def test_when_the_prefill_reply_comes_in_the_same_turn() -> None:
 
 
 @story
+async def test_when_the_prefill_reply_is_on_its_way() -> None:
+    async def answer_before_hearing(engine: FakeEngine, exchange: Exchange) -> None:
+        try:
+            await hang(engine, exchange)
+        finally:
+            exchange.full(200, engine.prefill_reply())
+
+    async with cluster(decode=1) as running, running.client() as client:
+        running.prefill[0].answer = answer_before_hearing
+        client.post(ASK)
+        await eventually(lambda: bool(running.prefill[0].seen))
+        client.leave()
+        await eventually(lambda: running.kv.kept == 2 and not running.kv.held)
+        await running.idle()
+        assert running.metric("client_disconnects_total", window="prefill") == 1
+        assert running.metric("handoffs_released_total", outcome="released") == 1
+        pool = running.gateway.prefill.workers["prefill-0"].pool
+        await eventually(lambda: len(pool.connections) == len(pool._idle))  # the one that was given up is closed
+
+
+@story
+async def test_a_late_reply_that_is_an_error_or_nonsense_is_dropped() -> None:
+    for status, body in ((500, b"{}"), (200, b"{}"), (200, b"nonsense")):
+
+        async def answer_before_hearing(_: FakeEngine, exchange: Exchange, full: tuple = (status, body)) -> None:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                exchange.full(*full)
+
+        async with cluster(decode=1) as running, running.client() as client:
+            running.prefill[0].answer = answer_before_hearing
+            client.post(ASK)
+            await eventually(lambda running=running: bool(running.prefill[0].seen))
+            client.leave()
+            await running.idle()
+            assert running.metric("client_disconnects_total", window="prefill") == 1
+            assert not running.decode[0].seen
+
+
+@story
+async def test_a_prefill_worker_that_goes_on_for_nobody_is_cut_off() -> None:
+    async def go_on(engine: FakeEngine, exchange: Exchange) -> None:
+        try:
+            await hang(engine, exchange)
+        finally:
+            await hang(engine, exchange)
+
+    async with cluster(decode=1) as running, running.client() as client:
+        pool = running.gateway.prefill.workers["prefill-0"].pool
+        running.prefill[0].answer = go_on
+        client.post(ASK)
+        await eventually(lambda: bool(running.prefill[0].seen))
+        client.leave()
+        await running.idle()
+        assert len(pool.connections) - len(pool._idle) == 1
+        (waiting,) = pool.connections - set(pool._idle)
+        waiting.deadline = 0.0
+        await eventually(lambda: len(pool.connections) == len(pool._idle))
+        assert running.metric("transport_errors_total", worker="prefill-0", kind="timeout") == 0
+
+
+@story
 async def test_a_pipelined_request_of_a_client_that_left_is_never_sent() -> None:
     async with cluster() as running, running.client() as client:
         running.prefill[0].answer = hang

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import shutil
 import threading
 from types import SimpleNamespace
@@ -158,6 +159,48 @@ def test_processes_that_ask_at_once_share_one_file(checkpoint, folder):
         thread.join()
     assert len(found) == 4
     assert len(set(found)) == 1
+
+
+def watched(checkpoint, folder):
+    """Inode of the file, and whether it was read or written to the end."""
+    seen = []
+    path = prepare(checkpoint, folder, progress=lambda done, total: seen.append(done == total))
+    return inode(path), any(seen)
+
+
+def test_a_checked_file_is_read_again_only_when_it_changed(checkpoint, folder):
+    path = prepare(checkpoint, folder)
+    first = inode(path)
+    assert watched(checkpoint, folder) == (first, False)
+    path.touch()
+    assert watched(checkpoint, folder) == (first, True)
+    assert watched(checkpoint, folder) == (first, False)
+    times = path.stat()
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 1
+    path.write_bytes(content)
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert watched(checkpoint, folder) != (first, False)
+    assert (
+        load_file(path)["norm"].tobytes() == load_file(prepare(checkpoint, folder.with_name("other")))["norm"].tobytes()
+    )
+
+
+@pytest.mark.parametrize("note", [None, b"", b"\xff", b"1 2 3"])
+def test_a_lost_or_damaged_note_costs_a_check(note, checkpoint, folder):
+    path = prepare(checkpoint, folder)
+    noted = path.with_suffix(".checked")
+    noted.unlink() if note is None else noted.write_bytes(note)
+    assert watched(checkpoint, folder) == (inode(path), True)
+    assert watched(checkpoint, folder) == (inode(path), False)
+
+
+def test_what_a_killed_process_began_is_removed_by_the_next_that_writes(checkpoint, folder):
+    folder.mkdir()
+    (folder / ".weights-64.safetensors.4711.tmp").write_bytes(b"begun")
+    (folder / ".weights-128.safetensors.4711.tmp").write_bytes(b"another")
+    prepare(checkpoint, folder)
+    assert left(folder) == [".weights-128.safetensors.4711.tmp", "weights-64.checked", "weights-64.safetensors"]
 
 
 def test_progress_ends_at_the_whole(checkpoint, folder):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 
 import msgspec
@@ -96,7 +97,7 @@ class Dispatcher:
         worker, decision = self._prefill.choose(asked)
         journey.prefill = worker.name
         self._metrics.decided("prefill", decision)
-        reply = Collected(MAX_PREFILL_REPLY_BYTES)
+        reply = Collected(MAX_PREFILL_REPLY_BYTES, wanted_late=True)
         start_s = self._loop.time()
         with self._prefill.ledger.lease(worker.name, asked):
             try:
@@ -108,14 +109,26 @@ class Dispatcher:
                     self._prefill_patience,
                 )
             except asyncio.CancelledError:
-                if reply.complete and reply.status == 200:  # it came in the same turn as the client left
-                    self._release(journey, call, self._read_handoff(journey, reply))
+                self._release_late(journey, call, reply)
                 raise
             except UpstreamError as error:
                 self._lost(worker, error)
                 raise
         journey.prefill_s = self._loop.time() - start_s
         return reply
+
+    def _release_late(self, journey: Journey, call: Call, reply: Collected) -> None:
+        """The client has left; the reply may be here all the same, or be on its way, and names KV that waits."""
+
+        def release() -> None:
+            with contextlib.suppress(EngineError):  # such a reply names none
+                if reply.status == 200:
+                    self._release(journey, call, self._read_handoff(journey, reply))
+
+        if reply.complete:
+            release()
+        else:
+            reply.on_complete = release
 
     def _read_handoff(self, journey: Journey, reply: Collected) -> Handoff:
         try:

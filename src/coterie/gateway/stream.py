@@ -26,6 +26,8 @@ class Relay:
         first_byte_s: when the body's first byte was relayed, on the loop's clock; None before.
     """
 
+    wanted_late = False
+
     __slots__ = (
         "_connection",
         "_framing",

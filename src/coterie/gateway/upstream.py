@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol, cast
 
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 STALE_S = 0.25
 """A worker that was closing a connection is heard of within a trip to it and back; later, it may be at work."""
+
+LATE_S = 2.0
+"""A worker that is told of a client's leaving closes the connection; so long may what it had sent before take."""
 
 Kind = Literal["connect", "closed", "timeout", "garbage"]
 
@@ -61,9 +64,11 @@ class Consumer(Protocol):
 
     Attributes:
         sent: set once the request's bytes went to a worker.
+        wanted_late: whether a reply that is on its way is wanted even if the request is cancelled.
     """
 
     sent: bool
+    wanted_late: bool
 
     def on_head(self, head: ResponseHead, connection: Upstream) -> None:
         """The reply's head is complete."""
@@ -85,14 +90,18 @@ class Collected:
         head: the reply's head; None until it arrived.
         sent: whether the request went out.
         complete: whether the whole reply is here.
+        wanted_late: see `Consumer`.
+        on_complete: called once the whole reply is here; None for nothing.
     """
 
-    __slots__ = ("_limit", "_parts", "_size", "complete", "head", "sent")
+    __slots__ = ("_limit", "_parts", "_size", "complete", "head", "on_complete", "sent", "wanted_late")
 
-    def __init__(self, limit_bytes: int) -> None:
+    def __init__(self, limit_bytes: int, *, wanted_late: bool = False) -> None:
         self.head: ResponseHead | None = None
         self.sent = False
         self.complete = False
+        self.wanted_late = wanted_late
+        self.on_complete: Callable[[], None] | None = None
         self._parts: list[bytes] = []
         self._size = 0
         self._limit = limit_bytes
@@ -111,6 +120,8 @@ class Collected:
     def on_end(self) -> None:
         """See `Consumer.on_end`."""
         self.complete = True
+        if self.on_complete is not None:
+            self.on_complete()
 
     @property
     def status(self) -> int:
@@ -156,6 +167,9 @@ class Upstream(asyncio.Protocol):
     async def exchange(self, request: Sequence[bytes], consumer: Consumer, patience: Patience) -> None:
         """Send one request; return when its reply is complete.  Cancelling closes the connection.
 
+        If the reply is wanted late, only this side's half is closed at first: the worker hears of it as it does of
+        a closed connection, but what it had sent before still arrives.
+
         Raises:
             UpstreamError: the reply did not arrive whole.
         """
@@ -171,8 +185,7 @@ class Upstream(asyncio.Protocol):
         except asyncio.CancelledError:
             # The reply may have completed in the same turn, and the connection be another request's by now.
             if self._future is future:
-                self._leave()
-                self._transport.abort()
+                self._give_up(consumer)
             raise
 
     def pause(self, consumer: Consumer) -> None:
@@ -229,6 +242,15 @@ class Upstream(asyncio.Protocol):
         where = "in the middle of its reply" if self.framing else "before it answered"
         self._fail(f"closed the connection {where}", "closed", stale=stale)
 
+    def _give_up(self, consumer: Consumer) -> None:
+        assert self._transport is not None
+        if consumer.wanted_late:
+            self.deadline = self._loop.time() + LATE_S
+            self._transport.write_eof()
+        else:
+            self._leave()
+            self._transport.abort()
+
     # --- reading a reply ---
 
     def _read(self, data: bytes) -> None:
@@ -262,9 +284,11 @@ class Upstream(asyncio.Protocol):
         return b""
 
     def _finish(self, *, clean: bool) -> None:
+        assert self._future is not None
+        late = self._future.cancelled()
         self._read_on()
         self._end()
-        if clean and self._keep_alive:
+        if clean and self._keep_alive and not late:
             self._pool.keep(self)
         else:
             self.close()

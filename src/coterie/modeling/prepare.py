@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import math
-import os
 import shutil
 import zlib
 from collections.abc import Callable, Iterator
@@ -23,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from coterie.errors import InputError
+from coterie.files import replacing
 from coterie.modeling.checkpoint import Checkpoint
 from coterie.modeling.config import ForwardConfig
 from coterie.modeling.experts import BLOCK
@@ -99,6 +99,7 @@ def prepare(
     with _lock(folder):
         if not _is_good(target, header, progress):
             _build(target, source, header, progress)
+        _note(target)
     return target
 
 
@@ -165,9 +166,33 @@ def _is_good(path: Path, wanted: WeightsHeader, progress: Progress | None) -> bo
     except InputError:
         return False
     found = weights.header
-    return found == msgspec.structs.replace(wanted, checksum=found.checksum) and found.checksum == _checksum(
-        weights.tensors.data, progress
+    return found == msgspec.structs.replace(wanted, checksum=found.checksum) and (
+        _is_noted(path) or found.checksum == _checksum(weights.tensors.data, progress)
     )
+
+
+def _note(path: Path) -> None:
+    """Remember that a file is whole, so that later processes need not read it through before they start."""
+    if not _is_noted(path):
+        with suppress(OSError), replacing(_note_of(path)) as unfinished:  # a full disk costs the next one a check
+            unfinished.write_text(_state(path))
+
+
+def _is_noted(path: Path) -> bool:
+    try:
+        return _note_of(path).read_bytes() == _state(path).encode()
+    except FileNotFoundError:
+        return False
+
+
+def _note_of(path: Path) -> Path:
+    return path.with_suffix(".checked")
+
+
+def _state(path: Path) -> str:
+    """What differs once the file was replaced or written to; unlike the time of modification, nobody can set it."""
+    status = path.stat()
+    return f"{status.st_ino} {status.st_size} {status.st_ctime_ns}"
 
 
 def _checksum(data: Bytes, progress: Progress | None) -> str:
@@ -183,21 +208,16 @@ def _checksum(data: Bytes, progress: Progress | None) -> str:
 
 
 def _build(target: Path, source: Checkpoint, header: WeightsHeader, progress: Progress | None) -> None:
-    unfinished = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     arrays = packed_arrays(header.config, header.expert_blocks)
     try:
+        for abandoned in target.parent.glob(f".{target.name}.*.tmp"):  # of a killed process: others wait for the lock
+            abandoned.unlink()
         _check_space(target.parent, arrays)
-        with unfinished.open("wb") as file:
+        with replacing(target) as unfinished, unfinished.open("wb") as file:
             _write(file, arrays, source, header, progress)
             source.check_all_taken()
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(target)
     except OSError as error:
         raise InputError(f"{target}: cannot be written: {error.strerror or error}") from None
-    finally:
-        with suppress(OSError):  # it is there only if something went wrong
-            unfinished.unlink()
 
 
 def _check_space(folder: Path, arrays: tuple[PackedArray, ...]) -> None:

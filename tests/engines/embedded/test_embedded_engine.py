@@ -302,8 +302,9 @@ def test_an_id_in_use_is_refused_until_its_blocks_are_free():
 def test_sizes_out_of_range_are_named():
     with pytest.raises(ConfigError, match="max_model_len is 1"):
         EngineConfig(1, 1, 1)
-    with pytest.raises(ConfigError, match="lease_s is 0"):
-        EngineConfig(1, 1, 2, 0)
+    for lease_s in (0, -1, float("nan"), float("inf"), 1e12):  # the engine could not wait for the last ones
+        with pytest.raises(ConfigError, match=f"lease_s is {lease_s}"):
+            EngineConfig(1, 1, 2, lease_s)
 
 
 # --- prefill here, decode there ---------------------------------------------------------------------

@@ -140,6 +140,11 @@ def test_what_is_wrong_with_a_checkpoint_is_said_with_its_file(checkpoint, tmp_p
         Tokenizer.load(checkpoint(chat_template__jinja="{% for %}"))
     with pytest.raises(InputError, match=r"chat_template\.jinja: 1048577 bytes, more than"):
         Tokenizer.load(checkpoint(chat_template__jinja="x" * (1 + (1 << 20))))
+    folder = checkpoint(chat_template__jinja="")
+    (folder / "chat_template.jinja").write_bytes(b"\xff\xfe")
+    with pytest.raises(InputError, match=r"chat_template\.jinja: not UTF-8"):
+        Tokenizer.load(folder)
+    (folder / "chat_template.jinja").unlink()
     with pytest.raises(InputError, match=r"tokenizer_config\.json: not JSON"):
         Tokenizer.load(checkpoint(tokenizer_config="{"))
     with pytest.raises(InputError, match=r"tokenizer_config\.json: not a JSON object"):

@@ -41,6 +41,8 @@ from coterie.engines.embedded.scheduler import Limits, Scheduler, Step
 from coterie.engines.embedded.stats import Stats, Totals
 from coterie.errors import ConfigError, EngineError, RequestError
 
+LONGEST_WAIT_S = 86_400.0
+"""A day: neither a lease nor the fetching of KV may last longer."""
 log = logging.getLogger("coterie.engine")
 _NO_LOGITS = "the model's logits are not finite: its weights, or KV that was fetched, are damaged"
 
@@ -69,8 +71,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.max_model_len < 2:
             raise ConfigError(f"engine: max_model_len is {self.max_model_len}; a prompt and its output need at least 2")
-        if self.lease_s <= 0:
-            raise ConfigError(f"engine: lease_s is {self.lease_s}; it must be positive")
+        if not 0 < self.lease_s <= LONGEST_WAIT_S:
+            raise ConfigError(f"engine: lease_s is {self.lease_s}; it must be positive and at most {LONGEST_WAIT_S}")
 
 
 def _nothing() -> None:

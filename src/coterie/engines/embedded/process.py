@@ -19,7 +19,7 @@ import numpy as np
 import uvicorn
 import uvloop
 
-from coterie.engines.embedded.engine import Engine, EngineConfig
+from coterie.engines.embedded.engine import LONGEST_WAIT_S, Engine, EngineConfig
 from coterie.engines.embedded.kv import KvFile, kv_kind
 from coterie.engines.embedded.kv_server import KvServer
 from coterie.engines.embedded.loads import Loads
@@ -68,7 +68,7 @@ class WorkerConfig:
         prefix_caching: whether KV is found again by its tokens.
 
     Raises:
-        ConfigError: `kv_host` is no address of one host.
+        ConfigError: `kv_host` is no address of one host, or `kv_timeout_s` is out of range.
     """
 
     model: Path
@@ -96,6 +96,8 @@ class WorkerConfig:
             raise ConfigError(
                 f"--kv-host {self.kv_host}: decode workers are told this address; name one they can reach"
             )
+        if not 0 < self.kv_timeout_s <= LONGEST_WAIT_S:
+            raise ConfigError(f"--kv-timeout {self.kv_timeout_s}: it must be positive and at most {LONGEST_WAIT_S}")
 
 
 def run(config: WorkerConfig, *, on_ready: Callable[[str], None], progress: Progress | None = None) -> None:

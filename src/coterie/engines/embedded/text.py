@@ -227,7 +227,10 @@ def _template(folder: Path, config: Mapping[str, Any]) -> ChatTemplate | None:
     if path.is_file():
         if path.stat().st_size > MAX_TEMPLATE_BYTES:
             raise InputError(f"{path}: {path.stat().st_size} bytes, more than the {MAX_TEMPLATE_BYTES} allowed")
-        source = path.read_text(encoding="utf-8")
+        try:
+            source = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise InputError(f"{path}: not UTF-8: {error}") from None
     if isinstance(source, list):  # several, by name
         source = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}.get(
             "default"

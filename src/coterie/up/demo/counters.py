@@ -12,7 +12,7 @@ import httpx
 
 from coterie.errors import EngineError
 
-PERIOD_S = 0.25
+PERIOD_S = 0.2
 _NAMES = ("coterie:engine_steps_total", "coterie:active_experts_total", "coterie:step_tokens_total")
 
 

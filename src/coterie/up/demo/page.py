@@ -15,7 +15,11 @@ from coterie.up.demo import figures
 from coterie.up.demo.results import DemoResult, Figures, Gain, Row
 from coterie.up.demo.schedule import DemoOptions
 
-_NAMES = {"active_experts_mean": "experts per step", "cpu_ms_per_token": "decode CPU time per token"}
+_NAMES = {
+    "active_experts_mean": "experts per step",
+    "experts_per_token": "experts per token",
+    "cpu_ms_per_token": "decode CPU time per token",
+}
 _COLUMNS = {
     "tpot_p50_ms": ("TPOT P50", 1),
     "tpot_p99_ms": ("TPOT P99", 1),
@@ -26,11 +30,11 @@ _COLUMNS = {
     "cpu_ms_per_token": ("CPU ms/token", 2),
 }
 _NOTE = (
-    "Times in ms. `experts/step`: different experts that a step of a decode engine reads, mean over steps and layers; "
-    "`-` where the engine does not count them. `live/step`: requests in a step; `experts/token`: the one by the other. "
-    "`CPU ms/token`: CPU time of the decode engines' processes per output token, without threads that poll. "
-    "`% per engine`: share of the requests that each got. `equal`: whether all outputs were equal, token by token, to "
-    "those of the same prompts under the other policies."
+    "Times in ms. `experts/step`: different experts that a step of a decode engine at full load reads, mean over steps "
+    "and layers; `-` where the engine does not count them. `live/step`: requests in such a step. `experts/token`: "
+    "experts read per token over the whole round. `CPU ms/token`: CPU time of the decode engines' processes per output "
+    "token, without threads that poll. `% per engine`: share of the requests that each got. `equal`: whether all "
+    "outputs were equal, token by token, to those of the same prompts under the other policies."
 )
 _VLLM = (
     "Experts are not padded for vLLM: a step of so small a model takes about as long however many it reads, so this "
@@ -184,6 +188,9 @@ def _how(result: DemoResult, options: DemoOptions) -> Section:
 
         Within a round all policies serve the same requests in turn, in every second round in reverse. All
         prompts were in the prefill engine's prefix cache before, so that no policy pays for another.
+
+        Full load: at least two thirds of an engine's share of the requests in flight, on average over the decode
+        engines; at the beginning and at the end of a round there are fewer.
 
         Even mix: all domains alike. Skewed mix: the share of the i-th domain is proportional to 1 / i.
 

@@ -41,6 +41,7 @@ class PassResult:
         cpu_s: CPU seconds of the decode engines' processes, without threads that poll without pause.
         counted: by the decode engines; None where they do not count.
         samples: of the counters, in order of time.
+        full_live: requests in a step from which on the decode engines count as fully loaded.
     """
 
     planned: Pass
@@ -49,6 +50,13 @@ class PassResult:
     cpu_s: float
     counted: Counters | None
     samples: tuple[Sample, ...]
+    full_live: float
+
+    @property
+    def at_full_load(self) -> Counters:
+        """Sum of the samples at full load: without the round's beginning and end, when few requests decode."""
+        counted = [sample.counted for sample in self.samples]
+        return sum((one for one in counted if one.steps and one.rows >= self.full_live * one.steps), ZERO)
 
     @property
     def tokens(self) -> int:
@@ -64,11 +72,12 @@ class Figures:
         tpot_p50_ms: median time per output token.
         tpot_p99_ms: its 99th percentile.
         ttft_p50_ms: median time to first token.
-        active_experts_mean: different experts that a step of a decode engine read, mean over steps and MoE layers.
+        active_experts_mean: different experts that a step of a decode engine at full load read, mean over steps and MoE
+            layers.
         experts_per_token: experts read, mean over the MoE layers, per token that the decode engines computed: a step's
             reads shared among its requests.
         cpu_ms_per_token: CPU time of the decode engines' processes per output token.
-        live_mean: requests that a step of a decode engine served, mean over steps.
+        live_mean: requests that a step of a decode engine at full load served, mean over steps.
     """
 
     tpot_p50_ms: float | None
@@ -80,6 +89,7 @@ class Figures:
     live_mean: float | None
 
 
+COMPARED = ("active_experts_mean", "experts_per_token", "cpu_ms_per_token")
 FIGURES = tuple(field.name for field in fields(Figures))
 
 
@@ -147,7 +157,7 @@ class DemoResult:
         model: name of the model.
         engine: kind of the engines.
         rows: for each mix, each policy.
-        gains: for each mix, of active experts (where counted) and CPU time.
+        gains: for each mix, of each of `COMPARED` that was measured.
         first_errors: messages of the first failed requests.
         passes: all that was gathered.
         trace: what was collected.
@@ -203,14 +213,15 @@ def measure(passes: Sequence[PassResult]) -> Figures:
     tpots = [timeline.tpot_s for timeline in timelines if timeline.tpot_s is not None]
     tokens = sum(one.tokens for one in passes)
     counted = sum((one.counted for one in passes if one.counted), ZERO)
+    full = sum((one.at_full_load for one in passes), ZERO)
     return Figures(
         tpot_p50_ms=_percentile_ms(tpots, 50),
         tpot_p99_ms=_percentile_ms(tpots, 99),
         ttft_p50_ms=_percentile_ms([timeline.ttft_s for timeline in timelines], 50),
-        active_experts_mean=counted.active / counted.steps if counted.steps else None,
+        active_experts_mean=full.active / full.steps if full.steps else None,
         experts_per_token=counted.active / counted.rows if counted.rows else None,
         cpu_ms_per_token=1000 * sum(one.cpu_s for one in passes) / tokens if tokens else None,
-        live_mean=counted.rows / counted.steps if counted.steps else None,
+        live_mean=full.rows / full.steps if full.steps else None,
     )
 
 
@@ -276,7 +287,7 @@ def _domain_shares(passes: Sequence[PassResult]) -> dict[str, float]:
 
 def _gains(cells: Mapping[tuple[str, str], Sequence[Figures]]) -> tuple[Gain, ...]:
     mixes = dict.fromkeys(mix for mix, _ in cells)
-    found = (_gain(cells, mix, figure) for mix in mixes for figure in ("active_experts_mean", "cpu_ms_per_token"))
+    found = (_gain(cells, mix, figure) for mix in mixes for figure in COMPARED)
     return tuple(gain for gain in found if gain)
 
 

@@ -24,6 +24,7 @@ from coterie.up.priority import polling_cpu_s
 from coterie.up.processes import group_cpu_s
 
 _TIMEOUT = httpx.Timeout(30.0)
+_FULL = 2 / 3  # of an engine's share of the requests in flight
 
 
 class DemoReporter(Reporter, Protocol):
@@ -133,7 +134,8 @@ def _serve(
     before_s = _decode_cpu_s(cluster)
     served, counted, samples = asyncio.run(_send(cluster, gateway, planned, options, reporter))
     cpu_s = _decode_cpu_s(cluster) - before_s
-    return PassResult(planned, served, _routed(gateway, planned), cpu_s, counted, samples)
+    full_live = _FULL * min(options.concurrency, len(planned.prompts)) / len(cluster.decode_urls)
+    return PassResult(planned, served, _routed(gateway, planned), cpu_s, counted, samples, full_live)
 
 
 async def _send(
