@@ -107,13 +107,17 @@ def gateway(request):
     return request.getfixturevalue(request.param)
 
 
-def assert_nothing_is_held(cluster):
+def wait_until(condition):
     deadline_s = time.monotonic() + 20
-    names = ("vllm:num_requests_running", "coterie:kv_leases", "vllm:kv_cache_usage_perc")
-    urls = (*cluster.prefill_urls, *cluster.decode_urls)
-    while any(metric(url, name) for url in urls for name in names):
+    while not condition():
         assert time.monotonic() < deadline_s
         time.sleep(0.05)
+
+
+def assert_nothing_is_held(cluster):
+    names = ("vllm:num_requests_running", "coterie:kv_leases", "vllm:kv_cache_usage_perc")
+    urls = (*cluster.prefill_urls, *cluster.decode_urls)
+    wait_until(lambda: not any(metric(url, name) for url in urls for name in names))
 
 
 def test_every_policy_gives_the_text_of_one_process(cluster, gateway, expected):
@@ -132,6 +136,8 @@ def test_a_request_that_the_decode_worker_refuses_leaves_no_lease(cluster, least
     assert reply.status_code == 400
     assert "shorten the prompt or lower max_tokens" in reply.json()["error"]["message"]
     assert_nothing_is_held(cluster)
+    wait_until(lambda: metric(least_load.admin_url, "coterie_handoffs_released_total"))
+    assert 'outcome="failed"' not in HTTP.get(f"{least_load.admin_url}/metrics").text
 
 
 def test_clients_that_leave_at_any_moment_leave_nothing_behind(cluster, locality):

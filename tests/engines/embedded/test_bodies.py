@@ -8,7 +8,7 @@ from coterie.engines.embedded.bodies import Chat, read_chat, read_completion, re
 from coterie.engines.embedded.messages import RemoteKv
 from coterie.engines.embedded.request import KeptBlocks
 from coterie.engines.embedded.sampling import SamplingParams
-from coterie.engines.embedded.transfer import Transfer, handoff_params, read_remote
+from coterie.engines.embedded.transfer import Transfer, handoff_params
 from coterie.engines.vllm_nixl import COMPLETIONS, VllmNixl
 from coterie.errors import RequestError
 
@@ -157,15 +157,3 @@ def test_what_a_router_adds_or_passes_on_is_read_or_left():
 def test_remote_kv_that_is_not_whole_is_refused(changes, problem):
     with pytest.raises(RequestError, match=problem):
         completion(kv_transfer_params={**KEPT, **changes})
-
-
-def test_the_remote_kv_of_a_refused_body_is_found_where_it_can_be_read():
-    assert read_remote(json.dumps({"unknown": 1, "kv_transfer_params": KEPT}).encode()) == REMOTE
-    for body in (
-        b"{",
-        b"[]",
-        b"{}",
-        b'{"kv_transfer_params": {}}',
-        b'{"kv_transfer_params": {"do_remote_prefill": 1}}',
-    ):
-        assert read_remote(body) is None

@@ -94,7 +94,7 @@ class Generation:
         try:
             self._worker.engine.submit(submission, self._worker.mailbox.sink(partial(self._read, choice)))
         except CoterieError:
-            self._worker.loads.ended(name)
+            self._worker.loads.forget(name)
             raise
         self._running.add(choice.index)
 

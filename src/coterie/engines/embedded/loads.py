@@ -29,6 +29,10 @@ class Loads:
         done = partial(self._done, engine, job.request_id)
         self.pulls.start(self._wanted.pop(job.request_id), job.first, job.blocks, done)
 
+    def forget(self, request_id: str) -> None:
+        """The request was refused: whoever sent it still has the KV to give."""
+        self._wanted.pop(request_id, None)
+
     def ended(self, request_id: str) -> None:
         """The request has ended."""
         remote = self._wanted.pop(request_id, None)

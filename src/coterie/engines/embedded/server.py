@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 from coterie.engines.embedded.bodies import Call, read_chat, read_completion, read_tokenize
 from coterie.engines.embedded.generation import Generation
 from coterie.engines.embedded.replies import DONE, Choice, Replies, error_body, usage
-from coterie.engines.embedded.transfer import FIELD, read_remote
+from coterie.engines.embedded.transfer import FIELD
 from coterie.engines.embedded.worker import Worker
 from coterie.errors import CoterieError, EngineError, RequestError
 
@@ -155,15 +155,10 @@ async def _body(request: Request) -> bytes:
 
 async def _generate(worker: Worker, request: Request, read: Callable[[bytes], Call]) -> Response:
     body = await _body(request)
-    try:
-        call = read(body)
-        _check_model(worker, call.model)
-        # tokenising a long prompt takes a while, in which other requests go on
-        prompts = await asyncio.to_thread(_prompts, worker, call) if len(body) > _LONG_BYTES else _prompts(worker, call)
-    except (CoterieError, _RefusedError):
-        if remote := read_remote(body):  # whoever holds it would wait in vain
-            worker.loads.pulls.drop(remote)
-        raise
+    call = read(body)
+    _check_model(worker, call.model)
+    # tokenising a long prompt takes a while, in which other requests go on
+    prompts = await asyncio.to_thread(_prompts, worker, call) if len(body) > _LONG_BYTES else _prompts(worker, call)
     return _Reply(_Answer(worker, call, prompts, _reply_id(request, call)))
 
 

@@ -34,10 +34,6 @@ class _Params(msgspec.Struct):
     coterie: msgspec.Raw = msgspec.Raw(b"null")  # an envelope that a router passed on asks for nothing
 
 
-class _Body(msgspec.Struct):
-    kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
-
-
 _decoder = msgspec.json.Decoder(_Params)
 
 
@@ -73,14 +69,6 @@ def read_transfer(raw: bytes) -> Transfer:
         raise RequestError(f"{FIELD}: do_remote_prefill and do_remote_decode exclude one another", FIELD)
     ids = None if params.prompt_token_ids is None else tuple(params.prompt_token_ids)
     return Transfer(bool(params.do_remote_decode), remote, _read_asked(params.coterie), ids)
-
-
-def read_remote(body: bytes) -> RemoteKv | None:
-    """The KV that the body of a refused request names; None where it names none that can be read."""
-    try:
-        return read_transfer(msgspec.json.decode(body, type=_Body).kv_transfer_params).remote
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, RequestError):
-        return None
 
 
 def _read_remote(params: _Params) -> RemoteKv:
