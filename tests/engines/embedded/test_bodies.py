@@ -27,6 +27,13 @@ def test_a_bare_completion_has_the_defaults_of_vllm():
     assert call.transfer == Transfer()
 
 
+@pytest.mark.parametrize("with_total", [True, False])
+def test_usage_in_every_chunk_is_given_only_with_that_at_the_end_as_in_vllm(with_total):
+    options = {"include_usage": with_total, "continuous_usage_stats": True}
+    call = completion(prompt="a", stream=True, stream_options=options)
+    assert (call.include_usage, call.continuous_usage) == (with_total, with_total)
+
+
 def test_everything_that_is_served_is_read():
     call = completion(
         model="m", prompt=["a", "b"], n=2, max_tokens=5, min_tokens=2, temperature=0.5, top_p=0.9, top_k=3, seed=7,
@@ -34,6 +41,7 @@ def test_everything_that_is_served_is_read():
         return_token_ids=True, user="someone", logprobs=None, frequency_penalty=0.0, best_of=1, logit_bias={},
     )  # fmt: skip
     assert (call.model, call.prompts, call.n, call.stream, call.include_usage) == ("m", ("a", "b"), 2, True, True)
+    assert not call.continuous_usage
     assert call.return_token_ids
     assert call.params == SamplingParams(5, 2, 0.5, 0.9, 3, 7, ("x", "y"), frozenset({4}), True)
 
@@ -89,7 +97,7 @@ def test_a_chat_goes_on_to_the_end_of_the_context_unless_it_says_otherwise():
         ({"guided_json": {}}, "guided_json", "does not know"),
         ({"max_completion_tokens": 3}, "max_completion_tokens", "does not know"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "only allowed with stream"),
-        ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream_options", "continuous_usage"),
+        ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options", "include_obfuscation"),
         ({"kv_transfer_params": 3}, "kv_transfer_params", "Expected"),
         ({"kv_transfer_params": {"coterie": "all"}}, "kv_transfer_params", "one of counts, counts\\+ids"),
         ({"kv_transfer_params": {"do_remote_decode": True}, "n": 2}, "kv_transfer_params", "one choice, not for 2"),

@@ -294,6 +294,23 @@ def test_the_openai_client_is_served(prefill):
     assert stopped.choices[0].finish_reason == "stop"
 
 
+@pytest.mark.parametrize("kind", ["completions", "chat"])
+def test_each_chunk_has_the_token_counts_so_far_where_they_are_wanted(prefill, kind):
+    client = openai.OpenAI(base_url=f"{prefill.url}/v1", api_key="none", max_retries=0)
+    asked = {
+        "model": "tiny", "max_tokens": 3, "stream": True, "extra_body": {"ignore_eos": True},
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+    }  # fmt: skip
+    if kind == "chat":
+        parts = list(client.chat.completions.create(**asked, messages=[{"role": "user", "content": "hello"}]))
+    else:
+        parts = list(client.completions.create(**asked, prompt="Once upon a time"))
+    opening = [0] if kind == "chat" else []  # a chat's first chunk has the role alone
+    assert [part.usage.completion_tokens for part in parts] == [*opening, 1, 2, 3, 3]
+    assert {part.usage.prompt_tokens for part in parts} == {parts[-1].usage.prompt_tokens}
+    assert all(part.usage.total_tokens == part.usage.prompt_tokens + part.usage.completion_tokens for part in parts)
+
+
 def test_several_choices_and_prompts_come_back_in_order(prefill):
     prompts = ["Once upon a time", "def main("]
     alone = [prefill.complete(prompt)["choices"][0]["text"] for prompt in prompts]

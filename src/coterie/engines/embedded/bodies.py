@@ -118,6 +118,7 @@ class Call:
         params: how they are chosen.
         stream: whether to answer by server-sent events.
         include_usage: whether a stream ends with the token counts.
+        continuous_usage: whether each of its chunks has those so far, too.
         return_token_ids: whether token ids of prompt and output are wanted.
         transfer: what is said about KV and counts.
     """
@@ -129,6 +130,7 @@ class Call:
     params: SamplingParams
     stream: bool
     include_usage: bool
+    continuous_usage: bool
     return_token_ids: bool
     transfer: Transfer = field(default_factory=Transfer)
 
@@ -167,7 +169,7 @@ def read_tokenize(body: bytes) -> tuple[str | None, str | Chat]:
 
 def _call(values: dict[str, Any], prompts: tuple[Prompt, ...], chat: Chat | None, limit: int | None) -> Call:
     options = values.get("stream_options", {})
-    if unknown := {name for name, wanted in options.items() if wanted} - {"include_usage"}:
+    if unknown := {name for name, wanted in options.items() if wanted} - {"include_usage", "continuous_usage_stats"}:
         raise RequestError(f"stream_options: {', '.join(sorted(unknown))} is not supported", "stream_options")
     if options and not values.get("stream"):
         raise RequestError("stream_options: only allowed with stream", "stream_options")
@@ -179,6 +181,8 @@ def _call(values: dict[str, Any], prompts: tuple[Prompt, ...], chat: Chat | None
         params=_params(values, limit),
         stream=values.get("stream", False),
         include_usage=bool(options.get("include_usage")),
+        # vLLM takes the second without the first, and gives neither
+        continuous_usage=bool(options.get("include_usage") and options.get("continuous_usage_stats")),
         return_token_ids=values.get("return_token_ids", False),
         transfer=read_transfer(values[FIELD]) if FIELD in values else Transfer(),
     )

@@ -53,11 +53,13 @@ class Replies:
         created: seconds since 1970.
         chat: whether a chat was asked for.
         with_ids: whether token ids are wanted.
+        with_usage: whether each chunk of a stream has its choice's token counts so far.
     """
 
-    def __init__(self, id_: str, model: str, created: int, *, chat: bool, with_ids: bool) -> None:
+    def __init__(self, id_: str, model: str, created: int, *, chat: bool, with_ids: bool, with_usage: bool) -> None:
         self._chat = chat
         self._with_ids = with_ids
+        self._with_usage = with_usage
         kind = "chat.completion" if chat else "text_completion"
         self._full = {"id": id_, "object": kind, "created": created, "model": model}
         self._chunk = {**self._full, "object": "chat.completion.chunk" if chat else kind}
@@ -92,7 +94,7 @@ class Replies:
         if not self._chat:
             return b""
         first = {"index": choice.index, "delta": {"role": "assistant", "content": ""}, **_ending(None)}
-        chunk = {**self._chunk, "choices": [first]}
+        chunk = {**self._chunk, "choices": [first], **self._so_far(choice, 0)}
         if self._with_ids:
             chunk["prompt_token_ids"] = choice.prompt_ids
         return event(chunk)
@@ -112,10 +114,13 @@ class Replies:
             new["token_ids"] = ids
             if not self._chat and len(ids) == len(choice.token_ids):
                 new["prompt_token_ids"] = choice.prompt_ids
-        chunk = {**self._chunk, "choices": [new]}
+        chunk = {**self._chunk, "choices": [new], **self._so_far(choice, len(choice.token_ids))}
         if params is not None:
             chunk[FIELD] = params
         return event(chunk)
+
+    def _so_far(self, choice: Choice, output: int) -> dict[str, Any]:
+        return {"usage": _token_counts(len(choice.prompt_ids), output)} if self._with_usage else {}
 
     def counts(self, usage: Mapping[str, Any]) -> bytes:
         """The end of a stream whose client asked for token counts."""
@@ -127,12 +132,11 @@ def usage(choices: Sequence[Choice], per_prompt: int) -> dict[str, Any]:
     prompt = sum(len(choice.prompt_ids) for choice in choices[::per_prompt])
     output = sum(len(choice.token_ids) for choice in choices)
     cached = sum(choice.finish.cached_tokens for choice in choices[::per_prompt] if choice.finish)
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": output,
-        "total_tokens": prompt + output,
-        "prompt_tokens_details": {"cached_tokens": cached},
-    }
+    return {**_token_counts(prompt, output), "prompt_tokens_details": {"cached_tokens": cached}}
+
+
+def _token_counts(prompt: int, output: int) -> dict[str, Any]:
+    return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
 
 
 def _ending(finish: Finish | None) -> dict[str, Any]:

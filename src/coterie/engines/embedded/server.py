@@ -197,7 +197,12 @@ class _Answer:
     def __init__(self, worker: Worker, call: Call, prompts: list[Sequence[int]], id_: str) -> None:
         self._call = call
         self._replies = Replies(
-            id_, worker.model, int(time.time()), chat=call.chat is not None, with_ids=call.return_token_ids
+            id_,
+            worker.model,
+            int(time.time()),
+            chat=call.chat is not None,
+            with_ids=call.return_token_ids,
+            with_usage=call.continuous_usage,
         )
         unique = f"{id_}-{secrets.token_hex(4)}"  # a client may send the same id again
         self._generation = Generation(worker, call, prompts, unique)
