@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-import uvicorn
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -56,30 +53,3 @@ def _rows(fleet: Fleet) -> Iterator[dict[str, Any]]:
             "tokens": state.tokens,
             "connections": len(worker.pool.connections),
         }
-
-
-class AdminServer(uvicorn.Server):
-    """Serves the admin side in the gateway's loop until `stop` is set; signals and timers stay the gateway's."""
-
-    def __init__(self, gateway: Gateway) -> None:
-        super().__init__(
-            uvicorn.Config(
-                admin_app(gateway),
-                log_config=None,
-                access_log=False,
-                date_header=False,  # uvicorn renews it by the timer that `main_loop` here does without
-                lifespan="off",
-                loop="none",
-                timeout_graceful_shutdown=1,
-            )
-        )
-        self.stop = asyncio.Event()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Overridden: the gateway handles signals."""
-        yield
-
-    async def main_loop(self) -> None:
-        """Overridden: wait for `stop` instead of looking ten times a second."""
-        await self.stop.wait()

@@ -16,14 +16,14 @@ import uvloop
 from coterie.activations import ActivationTrace
 from coterie.calibration import Profile
 from coterie.engines.base import Engine
-from coterie.errors import ConfigError
-from coterie.gateway.admin import AdminServer
+from coterie.gateway.admin import admin_app
 from coterie.gateway.config import GatewayConfig
 from coterie.gateway.gateway import Gateway
 from coterie.gateway.health import watch
 from coterie.gateway.startup import start_up
+from coterie.http_server import BACKLOG, listen, serving_app, url_of
 
-_BACKLOG = 4096
+_ADMIN_GRACE_S = 1
 _log = logging.getLogger("coterie.gateway")
 
 
@@ -84,46 +84,22 @@ async def serving(config: GatewayConfig, engine: Engine) -> AsyncIterator[Servin
     profile = Profile.load(Path(config.profile)) if config.profile else None
     trace = ActivationTrace.load(Path(config.trace)) if config.trace else None
     with (
-        _listen("port", config.host, config.port) as listener,
-        _listen("admin-port", config.admin_host, config.admin_port) as admin_listener,
+        listen(config.host, config.port, "port") as listener,
+        listen(config.admin_host, config.admin_port, "admin-port") as admin_listener,
     ):
         gateway = Gateway(config, engine)
         try:
-            async with _admin(gateway, admin_listener):
+            async with serving_app(admin_app(gateway), admin_listener, grace_s=_ADMIN_GRACE_S):
                 await start_up(gateway, profile, trace)
                 async with _clients(gateway, listener), _watchers(gateway):
-                    yield Serving(gateway, profile, _url(listener), _url(admin_listener))
+                    yield Serving(gateway, profile, url_of(listener), url_of(admin_listener))
         finally:
             gateway.stop()
 
 
-def _listen(flag: str, host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
-    except OSError as error:
-        raise ConfigError(f"cannot listen on {host} port {port}: {error.strerror}; choose another --{flag}") from None
-
-
-def _url(listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-@contextlib.asynccontextmanager
-async def _admin(gateway: Gateway, listener: socket.socket) -> AsyncIterator[None]:
-    server = AdminServer(gateway)
-    task = asyncio.create_task(server.serve([listener]))
-    try:
-        yield
-    finally:
-        server.stop.set()
-        await task
-
-
 @contextlib.asynccontextmanager
 async def _clients(gateway: Gateway, listener: socket.socket) -> AsyncIterator[None]:
-    server = await asyncio.get_running_loop().create_server(gateway.connect, sock=listener, backlog=_BACKLOG)
+    server = await asyncio.get_running_loop().create_server(gateway.connect, sock=listener, backlog=BACKLOG)
     try:
         yield
     finally:

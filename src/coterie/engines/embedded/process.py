@@ -8,7 +8,6 @@ import hashlib
 import math
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -16,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import uvicorn
 import uvloop
 
 from coterie.engines.embedded.engine import LONGEST_WAIT_S, Engine, EngineConfig
@@ -31,10 +29,10 @@ from coterie.engines.embedded.server import app
 from coterie.engines.embedded.text import Tokenizer
 from coterie.engines.embedded.worker import Worker, WorkerRole
 from coterie.errors import ConfigError, EngineError
+from coterie.http_server import listen, serving_app, url_of
 from coterie.modeling import Model, prepare
 from coterie.modeling.prepare import Progress, open_weights
 
-_BACKLOG = 2048
 _ANY = ("", "0.0.0.0", "::")  # noqa: S104 - refused
 _GRACE_S = 2
 _LOOK_S = 0.5
@@ -131,9 +129,12 @@ async def _run(
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    with _listen(config.host, config.port) as listener, _kv_file(config, model, source) as kv:
-        async with _worker(config, model, tokenizer, kv) as worker, _serving(worker, listener):
-            on_ready(_url(listener))
+    with listen(config.host, config.port, "port") as listener, _kv_file(config, model, source) as kv:
+        async with (
+            _worker(config, model, tokenizer, kv) as worker,
+            serving_app(app(worker), listener, grace_s=_GRACE_S),
+        ):
+            on_ready(url_of(listener))
             while not stop.is_set() and worker.engine.problem is None:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(stop.wait(), _LOOK_S)
@@ -141,19 +142,6 @@ async def _run(
             await asyncio.to_thread(worker.engine.close)  # what runs ends with an error, now
     if problem is not None:
         raise EngineError(f"the engine has stopped: {problem}")
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
-    except OSError as error:
-        raise ConfigError(f"cannot listen on {host} port {port}: {error.strerror}; choose another --port") from None
-
-
-def _url(listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 @contextlib.contextmanager
@@ -216,41 +204,3 @@ def _engine_config(config: WorkerConfig, model: Model, blocks: int) -> EngineCon
         raise ConfigError(f"--max-model-len {length} is more than the {most} positions that the model was made for")
     limits = Limits(config.max_num_seqs, config.max_batched_tokens, config.prefix_caching)
     return EngineConfig(blocks, config.block_size, length, config.kv_lease_s, limits)
-
-
-@contextlib.asynccontextmanager
-async def _serving(worker: Worker, listener: socket.socket) -> AsyncIterator[None]:
-    server = _Server(worker)
-    task = asyncio.create_task(server.serve([listener]))
-    try:
-        yield
-    finally:
-        server.stop.set()
-        await task
-
-
-class _Server(uvicorn.Server):
-    """Serves until `stop` is set; signals are the worker's."""
-
-    def __init__(self, worker: Worker) -> None:
-        super().__init__(
-            uvicorn.Config(
-                app(worker),
-                log_config=None,
-                access_log=False,
-                date_header=False,  # uvicorn renews it by the timer that `main_loop` here does without
-                lifespan="off",
-                loop="none",
-                timeout_graceful_shutdown=_GRACE_S,
-            )
-        )
-        self.stop = asyncio.Event()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Overridden: the worker handles signals."""
-        yield
-
-    async def main_loop(self) -> None:
-        """Overridden: wait for `stop` instead of looking ten times a second."""
-        await self.stop.wait()
