@@ -55,7 +55,9 @@ class SourceOptions:
 
 
 @click.command()
-@click.option("--server", help="Base URL of a server: vLLM with coterie's plugin, or see --routed-experts.")
+@click.option(
+    "--server", help="Base URL of a server, without /v1: vLLM with coterie's plugin, or see --routed-experts."
+)
 @click.option("--checkpoint", help="A checkpoint to run here with transformers: a folder, or a name on the hub.")
 @click.option("--device", type=click.Choice(DEVICES), help="Where to run it.  [default: auto]")
 @click.option("--dtype", type=click.Choice(DTYPES), help="In which numbers; auto takes its own.  [default: auto]")

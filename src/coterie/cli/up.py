@@ -26,7 +26,12 @@ _LOOK_S = 0.25
 
 @click.command()
 @click.argument("file", type=click.Path(path_type=Path))
-@click.option("--json", "as_json", is_flag=True, help="Print all states as one line of JSON whenever one changes.")
+@click.option(
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="Print all states as one line of JSON whenever one changes, for logs and pipes.",
+)
 def up(file: Path, as_json: bool) -> None:
     """Run a local cluster: engines and gateway from one YAML FILE, until Ctrl-C.
 
