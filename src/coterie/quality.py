@@ -21,7 +21,7 @@ import numpy.typing as npt
 from coterie.errors import InputError
 
 DEFAULT_PAIRS = 30_000
-DEFAULT_RESAMPLES = 400
+DEFAULT_RESAMPLES = 200
 
 Pairs = npt.NDArray[np.int64]
 """Pairs of request positions, `[P, 2]`."""

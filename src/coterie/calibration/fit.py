@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -215,10 +217,8 @@ def measure_rho(
         return None, None
     of_all, of_within = rng.spawn(2)
     same = pairs[within_labels(trace.labels, pairs)]
-    found = (
-        signature_quality(rows, trace.decode, pairs, of_all),
-        signature_quality(rows, trace.decode, same, of_within),
-    )
+    with ThreadPoolExecutor(2) as pool:  # numpy computes most of it without holding the interpreter
+        found = pool.map(partial(signature_quality, rows, trace.decode), (pairs, same), (of_all, of_within))
     overall, within = (None if np.isnan(rho.value) else rho for rho in found)
     return overall, within
 
