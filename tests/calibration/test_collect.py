@@ -451,7 +451,7 @@ def test_missing_or_wrong_ids_name_the_prompt_and_are_not_kept(collection, chang
         ('{"label": "x"}', "either prompt or messages"),
         ('{"prompt": "a", "messages": [{"role": "user"}]}', "either prompt or messages"),
         ('{"prompt": "a", "lable": "x"}', "unknown field `lable`"),
-        ("", "truncated"),
+        ("", "a blank line, or an empty file"),
     ],
 )
 def test_every_line_is_checked_before_anything_is_sent(collection, line, problem):

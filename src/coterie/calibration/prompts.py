@@ -75,6 +75,7 @@ class _Line(msgspec.Struct, forbid_unknown_fields=True):
     label: str = ""
 
 
+_LINE = '{"prompt": TEXT} or {"messages": [...]}'
 _decoder = msgspec.json.Decoder(_Line)
 
 
@@ -97,10 +98,12 @@ def read_prompts(path: Path) -> PromptFile:
 
 
 def _read_line(line: bytes, where: str) -> Prompt:
+    if not line.strip():
+        raise InputError(f"{where}: a blank line, or an empty file; a line is {_LINE}")
     try:
         read = _decoder.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InputError(f'{where}: {error}; a line is {{"prompt": TEXT}} or {{"messages": [...]}}') from None
+        raise InputError(f"{where}: {error}; a line is {_LINE}") from None
     if (read.prompt is None) == (read.messages is None):
         raise InputError(f"{where}: a line holds either prompt or messages")
     if not read.prompt and not read.messages:

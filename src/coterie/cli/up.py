@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
@@ -41,9 +42,14 @@ def up(file: Path, as_json: bool) -> None:
     """
     cluster = Cluster(load_cluster_config(file, engine_env=default_engine_env()))
     signal.signal(signal.SIGTERM, interrupt)
-    show = _JsonLines(cluster) if as_json else live_table(cluster)
-    with show, suppress(KeyboardInterrupt), cluster:
+    with _show(cluster, as_json), suppress(KeyboardInterrupt), cluster:
         cluster.wait()
+
+
+def _show(cluster: Cluster, as_json: bool) -> AbstractContextManager[object]:
+    if as_json:
+        return _Changes(cluster, _as_json)
+    return live_table(cluster) if sys.stdout.isatty() else _Changes(cluster, _as_lines)
 
 
 def default_engine_env() -> Path:
@@ -75,15 +81,29 @@ def _statuses(cluster: Cluster) -> list[MemberStatus]:
     return [member.status() for member in cluster.members()]
 
 
-class _JsonLines:
-    """Prints all states whenever one changes, and once more at the end; a context manager."""
+def _as_json(now: list[MemberStatus], _before: list[MemberStatus]) -> str:
+    return json.dumps([asdict(status) for status in now])
 
-    def __init__(self, cluster: Cluster, write: Callable[[str], None] = click.echo) -> None:
+
+def _as_lines(now: list[MemberStatus], before: list[MemberStatus]) -> str:
+    """A line for each process whose state changed."""
+    return "\n".join(f"{status.name}: {status.state} {status.url}".rstrip() for status in now if status not in before)
+
+
+class _Changes:
+    """Prints states whenever one changes, for logs and pipes, and once more at the end; a context manager.
+
+    Args:
+        cluster: whose processes are shown.
+        text: what to print, given the states now and those printed before.
+    """
+
+    def __init__(self, cluster: Cluster, text: Callable[[list[MemberStatus], list[MemberStatus]], str]) -> None:
         self._cluster = cluster
-        self._write = write
+        self._text = text
         self._last: list[MemberStatus] = []
         self._done = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="coterie-up-json", daemon=True)
+        self._thread = threading.Thread(target=self._watch, name="coterie-up-changes", daemon=True)
 
     def _watch(self) -> None:
         while not self._done.wait(_LOOK_S):
@@ -92,10 +112,10 @@ class _JsonLines:
     def _print_change(self) -> None:
         statuses = _statuses(self._cluster)
         if statuses != self._last:
-            self._write(json.dumps([asdict(status) for status in statuses]))
+            click.echo(self._text(statuses, self._last))
             self._last = statuses
 
-    def __enter__(self) -> _JsonLines:
+    def __enter__(self) -> _Changes:
         self._thread.start()
         return self
 

@@ -58,7 +58,7 @@ class Locality:
             raise ProfileError(
                 f"the profile has {profile.clusters} centroids for {len(groups)} decode groups; "
                 f"fit it again with `coterie fit --clusters {len(groups)}`, "
-                "or route by load alone with `--on-mismatch load`"
+                "`coterie serve --on-mismatch load` routes by load alone meanwhile"
             )
         if profile.transform.reads != "counts":
             raise ProfileError(

@@ -148,7 +148,7 @@ class Tokenizer:
             import jinja2  # noqa: F401
             import tokenizers
         except ImportError as error:
-            raise UnsupportedError(f"{error}; install coterie with the extra 'embedded'") from None
+            raise UnsupportedError(f"{error}; run: pip install 'coterie[embedded]'") from None
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise InputError(f"{path}: not found; a checkpoint to serve needs its tokenizer")
