@@ -44,6 +44,12 @@ def prefill(cluster):
     return cluster[0]
 
 
+@pytest.fixture
+def either(cluster):
+    """A decode worker, where the way that bytes take makes no difference."""
+    return cluster[1]
+
+
 @pytest.fixture(params=[1, 2], ids=["shm", "tcp"])
 def decode(cluster, request):
     return cluster[request.param]
@@ -54,10 +60,11 @@ def tokens_of(reply):
 
 
 def wait_until(condition, what):
-    deadline_s = time.monotonic() + 20
+    deadline_s, pause_s = time.monotonic() + 20, 0.02
     while not condition():
         assert time.monotonic() < deadline_s, f"waited 20 s for {what}"
-        time.sleep(0.02)
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 0.5)  # to look costs both sides some milliseconds
 
 
 # --- the handoff ---------------------------------------------------------------------------------------
@@ -74,10 +81,10 @@ def test_a_divided_request_gives_what_one_process_gives(prefill, decode, tokens)
     assert prefill.metric("coterie:kv_leases") == 0
 
 
-def test_sampled_requests_draw_the_same_tokens_wherever_they_are_decoded(prefill, decode):
+def test_sampled_requests_draw_the_same_tokens_wherever_they_are_decoded(prefill, either):
     prompt, sampled = some_prompt(), {"temperature": 1.0, "top_p": 0.9, "seed": 5}
     expected = tokens_of(prefill.complete(prompt, **sampled))
-    assert tokens_of(decode.complete(prompt, **sampled, kv_transfer_params=prefill.prefill(prompt))) == expected
+    assert tokens_of(either.complete(prompt, **sampled, kv_transfer_params=prefill.prefill(prompt))) == expected
 
 
 def kv_of(params):
@@ -131,21 +138,21 @@ def test_kv_that_is_gone_fails_the_request_and_is_not_computed_again(prefill, de
         {"n": 2},
     ],
 )
-def test_a_refused_decode_request_leaves_the_handoff_to_whoever_sent_it(prefill, decode, fields):
+def test_a_refused_decode_request_leaves_the_handoff_to_whoever_sent_it(prefill, either, fields):
     prompt = some_prompt()
     params = prefill.prefill(prompt)
     right = {"prompt": prompt, "max_tokens": 4, "kv_transfer_params": params}
-    assert decode.post(**{**right, **fields}).status_code in (400, 404)
+    assert either.post(**{**right, **fields}).status_code in (400, 404)
     assert prefill.metric("coterie:kv_leases") == 1
-    assert decode.post(**right).status_code == 200
+    assert either.post(**right).status_code == 200
     assert prefill.metric("coterie:kv_leases") == 0
 
 
-def test_prompt_tokens_that_a_router_sends_are_taken(prefill, decode):
+def test_prompt_tokens_that_a_router_sends_are_taken(prefill, either):
     prompt = some_prompt()
     expected = tokens_of(prefill.complete(prompt))
     params = {**prefill.prefill(prompt), "prompt_token_ids": prompt}
-    assert tokens_of(decode.complete("something else", kv_transfer_params=params)) == expected
+    assert tokens_of(either.complete("something else", kv_transfer_params=params)) == expected
 
 
 def test_counts_are_those_of_the_plugin(prefill, cluster):
@@ -246,6 +253,28 @@ def test_a_killed_worker_gives_errors_and_its_memory_goes_with_the_next_start(cl
     assert not file.exists()
 
 
+def test_a_decode_worker_killed_in_the_middle_of_a_pull_leaves_the_prefill_worker_whole(cluster, weights):
+    with (
+        running(weights, ("--role", "prefill", "--kv-lease", "1"), ("--kv-transport", "tcp")) as (holder, doomed),
+        ThreadPoolExecutor(1) as pool,
+    ):
+        prompt = some_prompt(1000)
+        params = holder.prefill(prompt)
+        descriptors = len(holder.descriptors())
+        holder.send(signal.SIGSTOP)
+        reply = pool.submit(doomed.post, prompt=prompt, max_tokens=4, kv_transfer_params=params)
+        wait_until(lambda: doomed.metric("vllm:num_requests_waiting") == 1, "the pull to begin")
+        doomed.end(signal.SIGKILL)
+        with pytest.raises(httpx.HTTPError):
+            reply.result(20)
+        holder.send(signal.SIGCONT)
+        wait_until(lambda: holder.metric("coterie:kv_leases") == 0, "the lease to run out")
+        assert holder.metric("vllm:kv_cache_usage_perc") == 0
+        wait_until(lambda: len(holder.descriptors()) <= descriptors, "the connection to be closed")
+        again = cluster[2].complete(prompt, kv_transfer_params=holder.prefill(prompt))
+        assert tokens_of(again) == tokens_of(holder.complete(prompt))
+
+
 def test_ctrl_c_ends_what_runs_with_an_error_and_leaves_nothing(cluster, weights):
     with running(weights, ("--role", "decode")) as (worker,):
         (file,) = worker.kv_files()
@@ -254,11 +283,11 @@ def test_ctrl_c_ends_what_runs_with_an_error_and_leaves_nothing(cluster, weights
         prompt = some_prompt()
         assert len(tokens_of(worker.complete(prompt, kv_transfer_params=cluster[0].prefill(prompt)))) == 8
         lines = begin_endless(worker)
-        worker.process.send_signal(signal.SIGINT)
+        worker.send(signal.SIGINT)
         rest = [line for line in lines if line]
         assert "the engine has stopped" in rest[-2]
         assert rest[-1] == "data: [DONE]"
-        assert worker.process.wait(20) == 0
+        assert worker.wait() == 0
     assert not file.exists()
 
 

@@ -3,38 +3,52 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import re
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import httpx
 
+from coterie.cli import main
 from coterie.engines.embedded.kv import PREFIX
 
 TINY = Path(__file__).parents[3] / "models" / "coterie-tiny"
 SMALL = ("--kv-blocks", "400", "--max-num-seqs", "16", "--max-batched-tokens", "64")
 
-HTTP = httpx.Client(timeout=60, trust_env=False)
-"""One for all: to make one costs 30 ms."""
+HTTP = httpx.Client(timeout=60, trust_env=False, limits=httpx.Limits(max_keepalive_connections=3))
+"""One for all: to make one costs 30 ms.  It keeps few connections, for tests that wait until they are closed."""
+
+
+_PROCESSES = multiprocessing.get_context("forkserver")
+_PROCESSES.set_forkserver_preload(["pytest", "httpx", "coterie.cli.engine"])
+"""Workers are forked from one process that has imported all they need: most of the CPU time that a start takes."""
+
+
+def _work(out: Connection, arguments: list[str]) -> None:
+    os.dup2(out.fileno(), 1)
+    main(["engine", *arguments])
 
 
 class WorkerProcess:
-    """`coterie engine` on the tiny checkpoint."""
+    """`coterie engine` on the tiny checkpoint, in a process of its own."""
 
     def __init__(self, weights: Path, *arguments: str) -> None:
-        command = [sys.executable, "-m", "coterie", "engine", str(TINY), "--served-model-name", "tiny", "--port", "0"]
-        self.process = subprocess.Popen(
-            [*command, "--weights-dir", str(weights), *SMALL, *arguments], stdout=subprocess.PIPE, text=True
-        )
+        own = ("--served-model-name", "tiny", "--port", "0", "--weights-dir", str(weights), *SMALL)
+        said, out = _PROCESSES.Pipe(duplex=False)
+        self.process = _PROCESSES.Process(target=_work, args=(out, [str(TINY), *own, *arguments]), daemon=True)
+        self.process.start()
+        out.close()
+        self._said = said
         self.url = ""
 
     def wait_ready(self) -> WorkerProcess:
-        line = self.process.stdout.readline()
-        self.url = re.search(r"http://\S+(?=,)", line)[0]
+        with open(self._said.fileno(), closefd=False) as said:
+            self.url = re.search(r"http://\S+(?=,)", said.readline())[0]
+        self._said.close()
         return self
 
     def post(self, path: str = "/v1/completions", **fields) -> httpx.Response:
@@ -71,11 +85,18 @@ class WorkerProcess:
         """Its shared memory."""
         return {Path(link) for link in self.descriptors() if PREFIX in link}
 
+    def send(self, number: int) -> None:
+        os.kill(self.process.pid, number)
+
     def end(self, number: int = signal.SIGTERM) -> int:
-        self.process.send_signal(number)
-        status = self.process.wait(20)
-        self.process.stdout.close()
-        return status
+        """Send it a signal; its exit status, or minus the signal that ended it."""
+        self.send(number)
+        return self.wait()
+
+    def wait(self) -> int:
+        self.process.join(20)
+        assert self.process.exitcode is not None, "it goes on"
+        return self.process.exitcode
 
 
 @contextlib.contextmanager
@@ -86,6 +107,6 @@ def running(weights: Path, *commands: tuple[str, ...]) -> Iterator[list[WorkerPr
         yield [worker.wait_ready() for worker in workers]
     finally:
         for worker in workers:
-            if worker.process.poll() is None:
+            if worker.process.is_alive():
+                worker.send(signal.SIGCONT)  # a test that failed may have left it stopped
                 worker.end()
-            worker.process.stdout.close()
