@@ -93,7 +93,8 @@ def expected(cluster):
 
 @pytest.fixture(scope="module")
 def least_load(cluster):
-    return cluster.start_gateway({"decode_policy": "least_load", "log_requests": False}, name="least-load")
+    keys = {"decode_policy": "least_load", "log_requests": False, "port": 0, "admin_port": 0}
+    return cluster.start_gateway(keys, name="least-load")
 
 
 @pytest.fixture(scope="module")

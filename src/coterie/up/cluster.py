@@ -145,16 +145,16 @@ class Cluster:
         """Start a gateway in front of the engines, and wait until it is ready.
 
         Args:
-            keys: of `coterie serve`, without the workers; where they name no port, a free one is taken.
+            keys: of `coterie serve`, without the workers; where they name no port, or port 0, a free one is taken.
             name: of the process, its log and its configuration file.
 
         Raises:
             ConfigError: a key is unknown or wrong.
             EngineError: it ended or was too slow; the message ends with its log.
         """
-        port, admin_port = self._ports.ports(0, 2, "gateway")
-        workers = {"prefill": self.prefill_urls, "decode": self.decode_urls}
-        document = {"port": port, "admin_port": admin_port, **keys, **workers}
+        free = dict(zip(("port", "admin_port"), self._ports.ports(0, 2, "gateway"), strict=True))
+        named = {key: value for key, value in keys.items() if key not in free or value != 0}
+        document = {**free, **named, "prefill": self.prefill_urls, "decode": self.decode_urls}
         config = load_config(None, document)
         file = self.config.run_dir / f"{name}.yaml"
         file.write_text(yaml.safe_dump(document, sort_keys=False), encoding="utf-8")
