@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -79,6 +80,26 @@ def test_cold_prompts_count_as_transformers_routes_them(cold):
     for (prompt, _, ids, _), oracle, _ in cold:
         assert (prompt.tokens, prompt.covered) == (len(ids), len(ids))
         assert_same_routing(prompt.counts, *oracle)
+
+
+@pytest.fixture(scope="module")
+def embedded(tmp_path_factory):
+    """The URL of an embedded engine on the same checkpoint."""
+    options = ("--served-model-name", "tiny", "--port", "0", "--weights-dir", tmp_path_factory.mktemp("weights"))
+    command = [sys.executable, "-m", "coterie", "engine", TINY, *options]
+    with subprocess.Popen([str(part) for part in command], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield re.search(r"http://\S+(?=,)", process.stdout.readline())[0]
+        finally:
+            process.terminate()
+
+
+def test_the_embedded_engine_gives_the_tokens_of_vllm_one_request_at_a_time(server, cold, texts, embedded):
+    for text in texts:
+        own, theirs = (complete(url, text, max_tokens=100)["choices"][0] for url in (embedded, server))
+        assert own["prompt_token_ids"] == theirs["prompt_token_ids"]
+        assert own["token_ids"] == theirs["token_ids"]
+        assert own["text"] == theirs["text"]
 
 
 def test_outputs_count_as_transformers_routes_them(cold):
