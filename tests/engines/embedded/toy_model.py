@@ -154,3 +154,25 @@ class Story:
         """How a request ended: said once, and last."""
         assert [news.finish is not None for news in self.heard[name]] == [False] * (len(self.heard[name]) - 1) + [True]
         return self.heard[name][-1].finish
+
+
+# --- requests that several tests submit ---------------------------------------------------------------
+
+PROMPTS = [
+    [1, 2, 3, 4, 5, 6, 0, 1, 2],
+    [1, 2, 3, 4, 5, 6, 0, 1, 3, 3, 3],
+    [1, 2, 3, 4, 0],
+    [2],
+    [1, 2, 3, 4, 5, 6, 0, 1],
+    [6, 5, 4, 3, 2, 1] * 4,
+]
+
+
+def params_of(number, **changes):
+    kinds = [
+        {"temperature": 0.0},
+        {"temperature": 1.0, "seed": 7},
+        {"temperature": 0.6, "top_p": 0.7, "seed": 8, "ignore_eos": True},
+        {"temperature": 2.0, "top_k": 3, "seed": 9, "min_tokens": 6},
+    ]
+    return {**kinds[number % len(kinds)], "max_tokens": 5 + 3 * number, **changes}

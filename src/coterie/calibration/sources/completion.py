@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
+from coterie.calibration.client import EngineClient
 from coterie.calibration.prompts import Prompt
 from coterie.core import ExpertCounts
 from coterie.errors import EngineError, UnsupportedError
@@ -12,6 +14,34 @@ _PLUGIN = (
     '--kv-transfer-config \'{"kv_connector": "CountsConnector", "kv_role": "kv_both", '
     '"kv_connector_module_path": "coterie.vllm_plugin.connector"}\''
 )
+
+
+class ServerSource:
+    """The part of a `Source` that is alike for all servers: the connection, and the model's name.
+
+    Args:
+        client: connection to the server; closed with the source.
+        model: name of the model; None takes the server's only one.
+    """
+
+    def __init__(self, client: EngineClient, model: str | None) -> None:
+        self._client = client
+        self._model = model
+
+    async def model(self) -> str:
+        """See `Source`."""
+        if self._model is None:
+            self._model = await self._client.only_model()
+        return self._model
+
+    async def __aenter__(self) -> Self:
+        await self._client.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self._client.__aexit__(kind, error, traceback)
 
 
 def greedy_body(model: str, prompt: Prompt, max_tokens: int) -> dict[str, Any]:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
 from coterie.activations import TraceRecord
 from coterie.calibration.client import EngineClient
 from coterie.calibration.prompts import Prompt
-from coterie.calibration.sources.completion import check_covered, greedy_body, no_experts, used_tokens
+from coterie.calibration.sources.completion import ServerSource, check_covered, greedy_body, no_experts, used_tokens
 from coterie.core import ExpertCounts
 from coterie.errors import EngineError, InputError, WireError
 from coterie.wire import (
@@ -26,7 +25,7 @@ from coterie.wire import (
 )
 
 
-class PluginSource:
+class PluginSource(ServerSource):
     """A `Source`: asks for counts of prompt and output in `kv_transfer_params`, and reads both envelopes.
 
     Args:
@@ -40,15 +39,8 @@ class PluginSource:
 
     def __init__(self, client: EngineClient, model: str | None = None, *, ids: bool = False) -> None:
         self.records = "counts and ids by the plugin" if ids else "counts by the plugin"
-        self._client = client
-        self._model = model
+        super().__init__(client, model)
         self._ask = ASK_IDS if ids else ASK_COUNTS
-
-    async def model(self) -> str:
-        """See `Source`."""
-        if self._model is None:
-            self._model = await self._client.only_model()
-        return self._model
 
     async def record(self, prompt: Prompt, max_tokens: int) -> TraceRecord:
         """See `Source`."""
@@ -73,15 +65,6 @@ class PluginSource:
         ids = _read_ids(found, output) if self._ask == ASK_IDS else None
         length = used_tokens(reply, "completion_tokens", server)
         return TraceRecord(counts, output, length, prompt.hash, prompt.label, ids)
-
-    async def __aenter__(self) -> Self:
-        await self._client.__aenter__()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        await self._client.__aexit__(kind, error, traceback)
 
 
 def _read_ids(found: dict[str, Any], output: ExpertCounts) -> Ids:

@@ -13,20 +13,19 @@ A token whose row holds an expert twice, such as an all-zero row, was not record
 
 from __future__ import annotations
 
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from coterie.activations import TraceRecord
 from coterie.calibration.client import EngineClient
 from coterie.calibration.prompts import Prompt
-from coterie.calibration.sources.completion import check_covered, greedy_body, no_experts, used_tokens
+from coterie.calibration.sources.completion import ServerSource, check_covered, greedy_body, no_experts, used_tokens
 from coterie.core import ExpertCounts, ModelGeometry
 from coterie.errors import EngineError, InputError, WireError
 from coterie.model_config import ModelConfig
 from coterie.wire import Ids, count_ids, read_some_routed_experts, recorded_tokens
 
 
-class RoutedSource:
+class RoutedSource(ServerSource):
     """A `Source`: counts the ids of the prompt and of the output, and keeps those of the output.
 
     Args:
@@ -39,17 +38,10 @@ class RoutedSource:
     """
 
     def __init__(self, client: EngineClient, config: ModelConfig, model: str | None = None) -> None:
-        self._client = client
+        super().__init__(client, model)
         self._config = config
         where = ", ".join(str(layer) for layer in config.moe_layers)
         self.records = f"counts and ids from routed experts of {config.geometry} (hidden layers {where})"
-        self._model = model
-
-    async def model(self) -> str:
-        """See `Source`."""
-        if self._model is None:
-            self._model = await self._client.only_model()
-        return self._model
 
     async def record(self, prompt: Prompt, max_tokens: int) -> TraceRecord:
         """See `Source`."""
@@ -85,15 +77,6 @@ class RoutedSource:
         )
         output, output_ids = _count(ids[prompt_tokens:], config.geometry)
         return TraceRecord(counts, output, output_tokens, prompt.hash, prompt.label, output_ids)
-
-    async def __aenter__(self) -> Self:
-        await self._client.__aenter__()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        await self._client.__aexit__(kind, error, traceback)
 
 
 def _routed_experts(reply: dict[str, Any]) -> object:
