@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -94,7 +95,45 @@ class PrefixCache:
             self._used -= gone
 
 
-class PrefillWorker:
+class _Machine(ABC):
+    """What workers of both roles share: taking tasks, being lost with all of them, and coming back."""
+
+    def __init__(self) -> None:
+        self.up = True
+        self._life = 0
+        self._clear()
+
+    def submit(self, task: Task) -> None:
+        """See `Worker.submit`."""
+        if not self.up:
+            task.on_end(task, False)
+            return
+        self._take(task)
+
+    def lose(self) -> None:
+        """See `Worker.lose`."""
+        tasks = self._held()
+        self.up = False
+        self._life += 1
+        self._clear()
+        for task in tasks:
+            task.on_end(task, False)
+
+    def revive(self) -> None:
+        """See `Worker.revive`."""
+        self.up = True
+
+    @abstractmethod
+    def _take(self, task: Task) -> None: ...
+
+    @abstractmethod
+    def _held(self) -> list[Task]: ...
+
+    @abstractmethod
+    def _clear(self) -> None: ...
+
+
+class PrefillWorker(_Machine):
     """Computes prompts: each step takes as many waiting ones as its token budget allows, at least one, in order.
 
         step_s = time(sum of tokens that are not cached)
@@ -110,9 +149,7 @@ class PrefillWorker:
         self._time = time
         self._budget = budget_tokens
         self._new_cache = cache
-        self._life = 0
-        self.up = True
-        self._clear()
+        super().__init__()
 
     @property
     def queued(self) -> int:
@@ -124,26 +161,12 @@ class PrefillWorker:
         """See `Worker.running`."""
         return len(self._step)
 
-    def submit(self, task: Task) -> None:
-        """See `Worker.submit`."""
-        if not self.up:
-            task.on_end(task, False)
-            return
+    def _take(self, task: Task) -> None:
         self._waiting.append(task)
         self._wake()
 
-    def lose(self) -> None:
-        """See `Worker.lose`."""
-        tasks = [*self._step, *self._waiting]
-        self.up = False
-        self._life += 1
-        self._clear()
-        for task in tasks:
-            task.on_end(task, False)
-
-    def revive(self) -> None:
-        """See `Worker.revive`."""
-        self.up = True
+    def _held(self) -> list[Task]:
+        return [*self._step, *self._waiting]
 
     def _clear(self) -> None:
         self._waiting: deque[Task] = deque()
@@ -206,7 +229,7 @@ class StepTotals:
         self.busy_s += seconds
 
 
-class DecodeWorker:
+class DecodeWorker(_Machine):
     """Decodes with continuous batching.
 
     A task first pulls its prompt's KV (`handoff`, however many do so at once), then waits for a place in the batch, in
@@ -224,9 +247,7 @@ class DecodeWorker:
         self._handoff = handoff
         self._most = most
         self._experts = experts
-        self._life = 0
-        self.up = True
-        self._clear()
+        super().__init__()
 
     @property
     def queued(self) -> int:
@@ -238,27 +259,13 @@ class DecodeWorker:
         """See `Worker.running`."""
         return len(self._batch)
 
-    def submit(self, task: Task) -> None:
-        """See `Worker.submit`."""
-        if not self.up:
-            task.on_end(task, False)
-            return
+    def _take(self, task: Task) -> None:
         self._pulling[task] = None
         self._kernel.after(self._handoff.seconds(task.prompt_tokens), Priority.HANDOFF, self._pulled, task, self._life)
 
-    def lose(self) -> None:
-        """See `Worker.lose`."""
+    def _held(self) -> list[Task]:
         running = [task for tasks in self._ending.values() for task in tasks]
-        tasks = [*running, *self._waiting, *self._pulling]
-        self.up = False
-        self._life += 1
-        self._clear()
-        for task in tasks:
-            task.on_end(task, False)
-
-    def revive(self) -> None:
-        """See `Worker.revive`."""
-        self.up = True
+        return [*running, *self._waiting, *self._pulling]
 
     def _clear(self) -> None:
         self._pulling: dict[Task, None] = {}
