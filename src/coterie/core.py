@@ -168,6 +168,31 @@ class Decision:
     detail: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What a decode worker gave for one request, as the gateway saw it.
+
+    Attributes:
+        tokens: output tokens, at least one.
+        seconds: from the first of them to the last.
+
+    Raises:
+        InputError: no token, or a time that is negative or not finite.
+    """
+
+    tokens: int
+    seconds: float
+
+    def __post_init__(self) -> None:
+        if self.tokens < 1 or not 0 <= self.seconds < float("inf"):
+            raise InputError(f"served: {self.tokens} tokens in {self.seconds} s")
+
+    @property
+    def step_s(self) -> float | None:
+        """Mean time between two tokens; None where there was but one."""
+        return self.seconds / (self.tokens - 1) if self.tokens > 1 else None
+
+
 Role = Literal["prefill", "decode"]
 
 

@@ -3,9 +3,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from coterie.core import RouteRequest, WorkerState
+from coterie.clock import ManualClock
+from coterie.core import RouteRequest, Served, WorkerState
 from coterie.errors import InputError
-from coterie.routing import LeaseTotals, Ledger
+from coterie.routing import Lease, LeaseTotals, Ledger
 
 A, B = WorkerState("a", "a"), WorkerState("b", "b")
 
@@ -154,3 +155,56 @@ def test_sequence_numbers_grow_over_all_workers(names):
     for n, name in enumerate(names, start=1):
         ledger.lease(name, request()).release()
         assert {state.name: state.assigned for state in ledger.states()}[name] == n
+
+
+class Notes:
+    """A watcher that writes down what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, str, str, float]] = []
+
+    def leased(self, lease: Lease, now_s: float) -> None:
+        self.told.append(("leased", lease.worker, lease.request.id, now_s))
+
+    def released(self, lease: Lease, served: Served | None, now_s: float) -> None:
+        self.told.append((f"released {served.tokens if served else None}", lease.worker, lease.request.id, now_s))
+
+
+def test_a_watcher_is_told_of_every_lease_once_and_of_its_end_once_with_the_ledgers_clock():
+    clock, notes = ManualClock(), Notes()
+    ledger = Ledger([A, B], clock)
+    ledger.follow(notes)
+    first = ledger.lease("a", RouteRequest("1"))
+    clock.advance(2)
+    with ledger.lease("b", RouteRequest("2")):
+        clock.advance(1)
+    first.release(Served(3, 0.5))
+    first.release()
+    assert notes.told == [
+        ("leased", "a", "1", 0),
+        ("leased", "b", "2", 2),
+        ("released None", "b", "2", 3),
+        ("released 3", "a", "1", 3),
+    ]
+
+
+def test_a_watcher_that_comes_late_is_told_of_what_is_held_in_the_order_of_assignment_and_the_one_before_no_more():
+    ledger, before, after = Ledger([A, B], ManualClock()), Notes(), Notes()
+    ledger.follow(before)
+    leases = [ledger.lease(name, RouteRequest(name + str(i))) for i, name in enumerate("bab")]
+    leases[0].release()
+    ledger.follow(after)
+    leases[1].release()
+    assert after.told == [("leased", "a", "a1", 0), ("leased", "b", "b2", 0), ("released None", "a", "a1", 0)]
+    assert len(before.told) == 4
+    ledger.follow(object())
+    leases[2].release()
+    assert len(after.told) == 3
+
+
+def test_served_says_the_mean_time_between_two_tokens():
+    assert Served(5, 2.0).step_s == 0.5
+    assert Served(1, 0.0).step_s is None
+    for tokens, seconds in ((0, 1.0), (1, -1.0), (1, float("nan"))):
+        with pytest.raises(InputError, match="served"):
+            Served(tokens, seconds)

@@ -28,7 +28,7 @@ async def start_up(gateway: Gateway, profile: Profile | None, trace: ActivationT
     """
     prefill, decode, config = gateway.prefill, gateway.decode, gateway.config
     prefill.policy = make_policy(config.prefill_policy, prefill.targets)
-    decode.policy = make_policy(
+    policy = make_policy(
         config.resolved_decode_policy,
         decode.targets,
         profile=profile,
@@ -36,14 +36,15 @@ async def start_up(gateway: Gateway, profile: Profile | None, trace: ActivationT
         tau=config.tau,
         on_mismatch=config.on_mismatch,
     )
+    decode.policy = policy
     prober = Prober(gateway.engine, config)
     await _wait_for_workers(gateway, prober)
     for worker in prefill.available():
         prefill.set_problem(worker, "not yet probed")
         await _admit_prefill(gateway, prober, worker)
     _require_each_role(gateway)
-    if profile is not None and decode.policy.name == "locality":
-        decode.policy = _fitting_policy(gateway, prober, profile, decode.policy)
+    if profile is not None and policy.name == "locality":
+        decode.policy = _fitting_policy(gateway, prober, profile, policy)
     for worker in gateway.workers:
         if worker.problem is not None:
             _log.warning("%s worker %s (%s) is not available: %s", worker.role, worker.name, worker.url, worker.problem)

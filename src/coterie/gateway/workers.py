@@ -41,7 +41,6 @@ class Fleet:
         role: "prefill" or "decode".
         workers: by name.
         ledger: who holds what.
-        policy: how one is chosen; set once the profile is known to fit, see `startup`.
     """
 
     def __init__(self, role: Role, urls: tuple[str, ...], config: GatewayConfig) -> None:
@@ -49,8 +48,18 @@ class Fleet:
         self.workers = {f"{role}-{i}": Worker(f"{role}-{i}", role, url, config) for i, url in enumerate(urls)}
         self.targets = [WorkerState(name=name, group=name, available=False) for name in self.workers]
         self.ledger = Ledger(self.targets)
-        self.policy: Policy | None = None
+        self._policy: Policy | None = None
         self._rng = random_stream(config.seed, role)
+
+    @property
+    def policy(self) -> Policy | None:
+        """How a worker is chosen; set once the profile is known to fit, see `startup`.  The ledger follows it."""
+        return self._policy
+
+    @policy.setter
+    def policy(self, policy: Policy) -> None:
+        self._policy = policy
+        self.ledger.follow(policy)
 
     def choose(self, request: RouteRequest) -> tuple[Worker, Decision]:
         """Choose an available worker.

@@ -10,7 +10,7 @@ from coterie.calibration import Profile
 from coterie.core import WorkerState
 from coterie.errors import ConfigError
 from coterie.routing.domain import Domain
-from coterie.routing.ledger import Lease, LeaseTotals, Ledger
+from coterie.routing.ledger import Lease, LeaseTotals, Ledger, Watcher
 from coterie.routing.load import LeastLoad, PowerOfTwo, Random, RoundRobin
 from coterie.routing.locality import DEFAULT_TAU, Locality, groups_of
 from coterie.routing.policy import Policy, Reads, random_stream, route
@@ -34,6 +34,7 @@ __all__ = [
     "Random",
     "Reads",
     "RoundRobin",
+    "Watcher",
     "groups_of",
     "make_policy",
     "random_stream",

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from types import TracebackType
+from typing import Protocol, runtime_checkable
 
-from coterie.core import RouteRequest, WorkerState
+from coterie.clock import Clock, SystemClock
+from coterie.core import RouteRequest, Served, WorkerState
 from coterie.errors import InputError
 
 
@@ -18,25 +21,31 @@ class Lease:
     Attributes:
         worker: name of the worker.
         request: what is held.
+        sequence: number of the assignment, over all workers, from 1.
     """
 
-    __slots__ = ("_ledger", "request", "worker")
+    __slots__ = ("_ledger", "request", "sequence", "worker")
 
-    def __init__(self, ledger: Ledger, worker: str, request: RouteRequest) -> None:
+    def __init__(self, ledger: Ledger, worker: str, request: RouteRequest, sequence: int) -> None:
         self._ledger: Ledger | None = ledger
         self.worker = worker
         self.request = request
+        self.sequence = sequence
 
     @property
     def held(self) -> bool:
         """Whether the lease is still to be released."""
         return self._ledger is not None
 
-    def release(self) -> None:
-        """Give the place back; every call after the first does nothing."""
+    def release(self, served: Served | None = None) -> None:
+        """Give the place back; every call after the first does nothing.
+
+        Args:
+            served: what the worker gave, where it is known and was given to the end.
+        """
         ledger, self._ledger = self._ledger, None
         if ledger is not None:
-            ledger._release(self)
+            ledger._release(self, served)
 
     def __enter__(self) -> Lease:
         return self
@@ -45,6 +54,23 @@ class Lease:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.release()
+
+
+@runtime_checkable
+class Watcher(Protocol):
+    """A policy that keeps something for each lease, such as the sum of what a worker's requests use.
+
+    The ledger tells it of every lease once and of its end once, in order, with the ledger's clock.  A watcher must not
+    raise, and must not block: it is called while a request waits.
+    """
+
+    def leased(self, lease: Lease, now_s: float) -> None:
+        """A request was assigned; the states already count it."""
+        ...
+
+    def released(self, lease: Lease, served: Served | None, now_s: float) -> None:
+        """A request is over; the states no longer count it."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +94,16 @@ class Ledger:
 
     Args:
         targets: the workers at the start, in the order of the profile's centroids; they hold nothing yet.
+        clock: tells a watcher when; the simulator's own in simulations.
 
     Raises:
         InputError: no targets, two of one name, or one that holds something.
     """
 
-    def __init__(self, targets: Sequence[WorkerState]) -> None:
+    def __init__(self, targets: Sequence[WorkerState], clock: Clock | None = None) -> None:
         _check_targets(targets)
+        self._clock = clock or SystemClock()
+        self._watcher: Watcher | None = None
         self._states = list(targets)
         self._index = {target.name: i for i, target in enumerate(targets)}
         self._held: list[dict[Lease, None]] = [{} for _ in targets]
@@ -86,6 +115,16 @@ class Ledger:
         """All workers as they are now, in the order of `targets`; later changes do not show in it."""
         return tuple(self._states)
 
+    def follow(self, policy: object) -> None:
+        """Tell the policy that decides from now on of all leases, first of those that are held; and no other any more.
+
+        A policy that is no `Watcher` is told nothing.
+        """
+        self._watcher = policy if isinstance(policy, Watcher) else None
+        if self._watcher is not None:
+            for lease in sorted((lease for held in self._held for lease in held), key=attrgetter("sequence")):
+                self._watcher.leased(lease, self._clock.now())
+
     def lease(self, worker: str, request: RouteRequest) -> Lease:
         """Assign a request: count it and its prompt plus expected output tokens.
 
@@ -95,9 +134,11 @@ class Ledger:
         i = self._position(worker)
         self._sequence += 1
         self._given[i] += 1
-        lease = Lease(self, worker, request)
+        lease = Lease(self, worker, request, self._sequence)
         self._held[i][lease] = None
         self._count(i, request, +1, assigned=self._sequence)
+        if self._watcher is not None:
+            self._watcher.leased(lease, self._clock.now())
         return lease
 
     def held(self, worker: str) -> tuple[RouteRequest, ...]:
@@ -121,11 +162,13 @@ class Ledger:
         """Leases given and released since the start, by worker name."""
         return {name: LeaseTotals(self._given[i], self._released[i]) for name, i in self._index.items()}
 
-    def _release(self, lease: Lease) -> None:
+    def _release(self, lease: Lease, served: Served | None) -> None:
         i = self._index[lease.worker]
         del self._held[i][lease]
         self._released[i] += 1
         self._count(i, lease.request, -1, assigned=self._states[i].assigned)
+        if self._watcher is not None:
+            self._watcher.released(lease, served, self._clock.now())
 
     def _count(self, i: int, request: RouteRequest, sign: int, *, assigned: int) -> None:
         state = self._states[i]

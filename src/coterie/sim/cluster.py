@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, get_args
 
-from coterie.core import Decision, Role, RouteRequest, WorkerState
+from coterie.clock import Clock
+from coterie.core import Decision, Role, RouteRequest, Served, WorkerState
 from coterie.errors import ConfigError, NoWorkerError
 from coterie.latency import HANDOFF_400G, PREFILL_MI300X, QWEN3_30B_MI300X, StepTime, TokenTime
 from coterie.metrics import RequestTimeline
@@ -145,10 +146,17 @@ class _Fleet:
     """The workers of one role, the ledger of what each holds, and the policy that chooses among them."""
 
     def __init__(
-        self, role: Role, targets: Sequence[WorkerState], workers: Sequence[Worker], policy: Policy, seed: int
+        self,
+        role: Role,
+        targets: Sequence[WorkerState],
+        workers: Sequence[Worker],
+        policy: Policy,
+        seed: int,
+        clock: Clock,
     ):
         self.role = role
-        self.ledger = Ledger(targets)
+        self.ledger = Ledger(targets, clock)
+        self.ledger.follow(policy)
         self.workers = {target.name: worker for target, worker in zip(targets, workers, strict=True)}
         self._policy = policy
         self._rng = random_stream(seed, role)
@@ -201,8 +209,8 @@ class Cluster:
         self._notice_s = spec.notice_s
         self._decoders = [new_decode_worker(kernel, spec, experts) for _ in range(spec.decode)]
         prefillers = [new_prefill_worker(kernel, spec) for _ in range(spec.prefill)]
-        self._prefill = _Fleet("prefill", spec.targets("prefill"), prefillers, prefill, seed)
-        self._decode = _Fleet("decode", spec.targets("decode"), self._decoders, decode, seed)
+        self._prefill = _Fleet("prefill", spec.targets("prefill"), prefillers, prefill, seed, kernel)
+        self._decode = _Fleet("decode", spec.targets("decode"), self._decoders, decode, seed, kernel)
         self._on_decision = on_decision
         self.end_s = 0.0
         self._arrived = self._failed = 0
@@ -266,12 +274,13 @@ class Cluster:
             self._fail()
 
     def _decoded(self, arrival: Arrival, lease: Lease, task: Task, done: bool) -> None:
-        lease.release()
         if not done:
+            lease.release()
             self._fail()
             return
         assert task.first_token_s is not None
         self.end_s = self._kernel.now()
+        lease.release(Served(task.output_tokens, self.end_s - task.first_token_s))
         timeline = RequestTimeline(arrival.time_s, task.first_token_s, self.end_s, task.output_tokens)
         self.ttft_s.append(timeline.ttft_s)
         if timeline.tpot_s is not None:
