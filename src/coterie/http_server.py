@@ -1,4 +1,7 @@
-"""Serves an ASGI application in the caller's event loop: uvicorn, but for its signals and its timers."""
+"""Serves an ASGI application in the caller's event loop: uvicorn, but for its signals and its timers.
+
+uvicorn bounds neither the time nor the size of what a client sends before the application sees it; that is done here.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,20 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from coterie.errors import ConfigError
 
 BACKLOG = 4096
 """Connections that may wait to be accepted."""
+REQUEST_S = 30.0
+"""The longest that a request may take to arrive, from its first byte; a new connection may be silent for as long."""
+HEAD_BYTES = 64 << 10
+"""Where a request line and headers that go on are cut off."""
 
 
 def listen(host: str, port: int, flag: str) -> socket.socket:
@@ -59,6 +68,7 @@ class _Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
+                http=_BoundedHttp,
                 log_config=None,
                 access_log=False,
                 date_header=False,  # uvicorn renews it by the timer that `main_loop` here does without
@@ -77,3 +87,63 @@ class _Server(uvicorn.Server):
     async def main_loop(self) -> None:
         """Overridden: wait for `stop` instead of looking ten times a second."""
         await self.stop.wait()
+
+
+class _BoundedHttp(HttpToolsProtocol):
+    """uvicorn's side of one connection, with an end to requests that do not end."""
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self._late: asyncio.TimerHandle | None = None
+        self._arriving = self._in_head = False
+        self._head_bytes = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """As asyncio has it."""
+        super().connection_made(transport)
+        self._late = self.loop.call_later(REQUEST_S, self._cut_off, b"408 Request Timeout")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """As asyncio has it."""
+        self._set_deadline(arriving=False)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """As asyncio has it; most requests arrive in one piece and need no timer."""
+        super().data_received(data)
+        if self.transport.is_closing():
+            return
+        self._set_deadline(arriving=self._arriving)
+        if self._in_head:
+            self._head_bytes += len(data)
+            if self._head_bytes > HEAD_BYTES:
+                self._cut_off(b"431 Request Header Fields Too Large")
+
+    def on_message_begin(self) -> None:
+        """As httptools has it."""
+        super().on_message_begin()
+        self._arriving = self._in_head = True
+        self._head_bytes = 0
+
+    def on_headers_complete(self) -> None:
+        """As httptools has it."""
+        self._in_head = False
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        """As httptools has it."""
+        self._arriving = False
+        super().on_message_complete()
+
+    def _set_deadline(self, *, arriving: bool) -> None:
+        if arriving and self._late is None:
+            self._late = self.loop.call_later(REQUEST_S, self._cut_off, b"408 Request Timeout")
+        elif not arriving and self._late is not None:
+            self._late.cancel()
+            self._late = None
+
+    def _cut_off(self, status: bytes) -> None:
+        """Close the connection; an application that still reads the body hears that the client has left."""
+        if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
+            self.transport.write(b"HTTP/1.1 " + status + b"\r\nconnection: close\r\ncontent-length: 0\r\n\r\n")
+        self.transport.close()

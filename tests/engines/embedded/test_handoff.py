@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coterie.engines.embedded import kv_server
 from coterie.engines.embedded.kept import KeptTable
 from coterie.engines.embedded.kv import PREFIX, KvFile, NeighbourFile, kv_kind
 from coterie.engines.embedded.kv_server import KvServer
@@ -29,12 +30,12 @@ KIND = kv_kind("model", SHAPE)
 class Pair:
     """A holder with a lease on three blocks, and a worker that wants them."""
 
-    def __init__(self, transport="auto", *, kind=KIND, deadline_s=5.0):
+    def __init__(self, transport="auto", *, kind=KIND, deadline_s=5.0, patience_s=5.0):
         self.ours, self.theirs = KvFile(SHAPE, kind), KvFile(SHAPE, KIND)
         self.theirs.array[:] = np.random.default_rng(0).standard_normal(SHAPE, np.float32)
         self.leases = KeptTable(30.0)
         self.leases.keep("cmpl-1", (7, 0, 11), 20, 0.0)
-        self.server = KvServer(self.theirs, self, patience_s=deadline_s)
+        self.server = KvServer(self.theirs, self, patience_s=patience_s)
         self.transport, self.deadline_s = transport, deadline_s
         self.ended = asyncio.Event()
 
@@ -240,7 +241,7 @@ def test_a_pull_under_way_fails_when_the_worker_stops():
 
 def test_peers_that_send_nonsense_or_nothing_are_dropped():
     async def story():
-        async with Pair(deadline_s=0.2) as pair:
+        async with Pair(patience_s=0.2) as pair:
             for sent in (
                 b"GET / HTTP/1.1\r\n\r\n" + b"x" * 60,
                 b"CTKV",
@@ -253,6 +254,46 @@ def test_peers_that_send_nonsense_or_nothing_are_dropped():
                     await reader.readexactly(1)
                 writer.close()
             assert pair.leases.find("cmpl-1") is not None
+
+    run(story())
+
+
+async def idle_connections(port, number):
+    return [(await asyncio.open_connection("127.0.0.1", port))[1] for _ in range(number)]
+
+
+@pytest.mark.parametrize("freed", [True, False], ids=["freed", "held"])
+def test_a_connection_beyond_the_most_at_once_waits_for_one_to_end(freed, monkeypatch):
+    monkeypatch.setattr(kv_server, "_MOST_AT_ONCE", 3)
+
+    async def story():
+        async with Pair("tcp", deadline_s=0.3) as pair:
+            idle = await idle_connections(pair.server.port, 3)
+            pulling = asyncio.create_task(pair.pull())
+            await asyncio.sleep(0.05)
+            assert not pulling.done()
+            if freed:
+                idle[1].close()
+                assert await pulling is None
+                assert pair.ours.array[[1, 2, 3]].tobytes() == pair.theirs.array[[7, 0, 11]].tobytes()
+            else:
+                assert "not received within 0.3 s" in await pulling
+                assert pair.leases.find("cmpl-1") is not None
+            for writer in idle:
+                writer.close()
+
+    run(story())
+
+
+def test_idle_connections_give_their_places_up_in_time(monkeypatch):
+    monkeypatch.setattr(kv_server, "_MOST_AT_ONCE", 3)
+
+    async def story():
+        async with Pair("tcp", patience_s=0.1) as pair:
+            idle = await idle_connections(pair.server.port, 3)
+            assert await pair.pull() is None
+            for writer in idle:
+                writer.close()
 
     run(story())
 

@@ -11,7 +11,7 @@ from coterie.engines.embedded.messages import Message, Operation, Status, encode
 from coterie.engines.embedded.request import KeptBlocks
 from coterie.errors import ConfigError, WireError
 
-_MOST_CONNECTIONS = 256
+_MOST_AT_ONCE = 256
 _log = logging.getLogger("coterie.engine")
 
 
@@ -28,7 +28,7 @@ class Holder(Protocol):
 
 
 class KvServer:
-    """Hands out leased blocks and ends leases.
+    """Hands out leased blocks and ends leases, for 256 connections at once; others wait until one of them ends.
 
     Attributes:
         port: where it listens, once started.
@@ -44,6 +44,7 @@ class KvServer:
         self._kv = kv
         self._holder = holder
         self._patience_s = patience_s
+        self._places = asyncio.Semaphore(_MOST_AT_ONCE)
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
 
@@ -74,7 +75,7 @@ class KvServer:
         assert task is not None
         self._tasks.add(task)
         try:
-            if len(self._tasks) <= _MOST_CONNECTIONS:
+            async with self._places:  # not for ever: whoever has one gives it up after `patience_s` of silence
                 await self._serve(reader, writer)
         except WireError as error:
             _log.warning("a KV connection was closed: %s", error)
