@@ -114,10 +114,27 @@ def test_a_file_larger_than_the_format_allows_is_not_opened(path):
         FORMAT.read(path)
 
 
-@pytest.mark.parametrize("content", [b"", b"PK\x03\x04" * 20, b"\x93NUMPY" * 20, b'{"json": true}' * 9])
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04" * 20, b"\x93NUMPY" * 20, b"{\0\0\0\0\0\0\0" + b"{" * 9])
 def test_files_of_other_kinds_are_refused(path, content):
     path.write_bytes(content)
     with pytest.raises(TraceError, match="truncated or not a safetensors file"):
+        FORMAT.read(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b'{"prompt": "Once upon a time"}\n' * 9, "JSON, such as a prompt file, not a film; take it again"),
+        (b'[{"prompt": "Once upon a time"}]', "JSON, such as a prompt file, not a film"),
+        (
+            b'{"model":"tiny","prompts":"0f","max_tokens":5,"records":"counts"}\n',
+            "an unfinished collection.*, not a film",
+        ),
+    ],
+)
+def test_what_is_mistaken_for_an_array_file_is_named(path, content, problem):
+    path.write_bytes(content)
+    with pytest.raises(TraceError, match=f"film.safetensors: {problem}"):
         FORMAT.read(path)
 
 

@@ -27,6 +27,7 @@ from coterie.files import replacing
 
 _KEY = "coterie"
 _DTYPES = {"U8", "U16", "U32", "I64", "F32"}
+_LOOK_BYTES = 1024
 
 Array = npt.NDArray[Any]
 Header = TypeVar("Header", bound=msgspec.Struct)
@@ -98,7 +99,9 @@ class TensorFormat(Generic[Header]):
         except OSError as error:
             raise self.failure(path, f"cannot be read: {error.strerror or error}") from None
         except SafetensorError as error:
-            raise self.failure(path, f"truncated or not a safetensors file: {error}") from None
+            alien = _seems_to_be(Path(path))
+            problem = f"{alien}, not a {self.name}" if alien else f"truncated or not a safetensors file: {error}"
+            raise self.failure(path, problem) from None
         except InputError as error:
             raise self.failure(path, error) from None
 
@@ -152,6 +155,19 @@ def format_of(path: str | os.PathLike[str]) -> str | None:
             return msgspec.json.decode(metadata.get(_KEY, ""), type=_Envelope).format
     except (OSError, SafetensorError, msgspec.DecodeError, RecursionError):
         return None
+
+
+def _seems_to_be(path: Path) -> str | None:
+    """What else that coterie reads or writes a file is; None where it is nothing of that."""
+    with path.open("rb") as file:
+        begin = file.read(_LOOK_BYTES)
+    if b"\0" in begin:  # a safetensors file has zeros in its first eight bytes, the header's length
+        return None
+    if begin.startswith(b'{"model":') and b'"records":' in begin:  # see `calibration.journal`
+        return "an unfinished collection, which goes on when its command is run again"
+    if begin.lstrip().startswith((b"{", b"[")):
+        return "JSON, such as a prompt file"
+    return None
 
 
 def _brief(text: str) -> str:

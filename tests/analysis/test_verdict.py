@@ -57,7 +57,17 @@ def test_the_best_size_gives_the_answer_and_its_numbers():
     assert "in batches of 32" in verdict.headline
     assert "25.0% fewer experts per layer than random ones (37.5 instead of 50.0 of 64)" in verdict.headline
     assert "coterie fit" in verdict.advice
+    assert "Of batches of 64 this trace cannot tell" in verdict.advice
+    assert "record more prompts" in verdict.advice
     assert len(verdict.because) == 3
+
+
+def test_only_larger_batches_that_are_not_told_of_ask_for_more():
+    smaller = decide((*batches(8, 20.0), *batches(32, 50.0, (0.25, 0.2, 0.3))), 64, assigned=300)
+    assert (smaller.level, "cannot tell" in smaller.advice) == ("yes", False)
+    nothing = decide((*batches(8, 20.0), *batches(32, 50.0)), 64, assigned=300)
+    assert nothing.advice.startswith("Record more")
+    assert "Of batches" not in nothing.advice
 
 
 def test_a_cluster_that_needs_more_experts_is_not_called_fewer():

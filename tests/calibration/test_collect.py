@@ -269,6 +269,13 @@ def test_a_partial_of_other_settings_is_refused_unless_forced(collection, change
     assert len(collection.engine.bodies) == 4
 
 
+def test_a_run_that_finished_nothing_stands_in_no_ones_way(collection):
+    crash_after(collection, 0)
+    assert collection.partial.read_bytes().count(b"\n") == 1  # its header alone
+    assert len(collection.run(model="other", max_tokens=5)) == 4
+    assert {body["model"] for _, body in collection.engine.bodies} == {"other"}
+
+
 def test_a_partial_of_other_prompts_is_refused(collection):
     crash_after(collection, 2)
     collection.write(LINES[::-1])
@@ -369,6 +376,13 @@ def test_prompts_are_never_overwritten(collection):
             collection.run(prompts=prompts, output=output, force=True)
         assert prompts.read_bytes() == before
     assert collection.engine.bodies == []
+
+
+@pytest.mark.parametrize("end", ["/v1", "/v1/"])
+def test_the_url_of_the_api_is_not_that_of_a_server(collection, end):
+    with pytest.raises(InputError, match=r"server 'http://.*/v1/?': leave out /v1"):
+        collection.run(server=collection.engine.url + end)
+    assert not collection.engine.bodies
 
 
 def test_an_unreachable_server_is_named(collection):

@@ -173,7 +173,9 @@ def test_alien_files_are_refused(tmp_path):
         Profile.load(tmp_path / "trace")
     with pytest.raises(ProfileError, match="not a profile of coterie"):
         Profile.load(COTERIE_TINY / "model.safetensors")
-    with pytest.raises(ProfileError, match=r"config.json: truncated or not a safetensors file"):
+    with pytest.raises(
+        ProfileError, match=r"config.json: JSON, such as a prompt file, not a profile; make it with `coterie fit`"
+    ):
         Profile.load(COTERIE_TINY / "config.json")
     with pytest.raises(ProfileError, match="nothing: cannot be read: No such file"):
         Profile.load(tmp_path / "nothing")

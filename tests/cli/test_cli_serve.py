@@ -125,6 +125,7 @@ def test_it_says_what_it_serves_logs_no_content_and_finishes_running_requests_on
         "serving",
         "admin",
     ]
+    assert "disaggregated, in vLLM's protocol (kv_transfer_params)" in gateway.lines[0]  # whichever engine speaks it
     assert "prefill: prefix, decode: least_load" in gateway.lines[3]
     statuses: list[int] = []
     asking = threading.Thread(target=lambda: statuses.append(post(url, b'{"prompt": "slow secret"}')))

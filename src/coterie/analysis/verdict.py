@@ -93,7 +93,7 @@ def decide(active: Sequence[ActiveExperts], experts: int, *, assigned: int) -> V
     best = max(sizes, key=_merit, default=None)
     level: Level = best.level if best else "cannot tell"
     because = tuple(_sentence(size, experts) for size in sizes) + _labels_know_more(active)
-    return Verdict(level, _headline(best, experts), because, _advice(level, sizes), sizes)
+    return Verdict(level, _headline(best, experts), because, _advice(level, sizes) + _untold(best, sizes), sizes)
 
 
 def judge_size(random: ActiveExperts, cluster: ActiveExperts | None, experts: int, assigned: int) -> SizeVerdict:
@@ -185,6 +185,19 @@ def _sentence(size: SizeVerdict, experts: int) -> str:
         return f"{begin}, {size.because}."
     interval = f"95 % interval {x.low:.1%} to {x.high:.1%}"
     return f"{begin}. {_fewer(x)} ({interval}): {size.because}. Random batches activate {size.random:.1f} of {experts}."
+
+
+def _untold(best: SizeVerdict | None, sizes: Sequence[SizeVerdict]) -> str:
+    """What to do about batches larger than those of the answer of which the trace says nothing."""
+    if best is None or best.level == "cannot tell":
+        return ""
+    untold = [str(size.batch) for size in sizes if size.batch > best.batch and size.level == "cannot tell"]
+    if not untold:
+        return ""
+    return (
+        f" Of batches of {', '.join(untold)} this trace cannot tell: if your decode workers run as many requests at "
+        "once, record more prompts first, and inspect again."
+    )
 
 
 def _advice(level: Level, sizes: Sequence[SizeVerdict]) -> str:

@@ -44,10 +44,12 @@ class EngineClient:
             sleep: how to wait.
 
         Raises:
-            InputError: it is not an HTTP URL.
+            InputError: it is not an HTTP URL, or that of the API below it.
         """
         if not _is_http_url(server):
             raise InputError(f"server {server!r} is not a URL such as http://127.0.0.1:8000")
+        if server.rstrip("/").endswith("/v1"):
+            raise InputError(f"server {server!r}: leave out /v1, which is part of each request's path")
         self.server = server.rstrip("/")
         self._notice = notice
         self._sleep = sleep

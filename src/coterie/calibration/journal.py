@@ -161,7 +161,7 @@ class Journal:
             raise TraceError(f"{path}: cannot be written: {error.strerror}") from None
 
     def load(self, *, restart: bool, notice: Callable[[str], None]) -> None:
-        """Take up what an earlier run left, or begin.
+        """Take up what an earlier run left, or begin; a run that finished no request left nothing.
 
         Args:
             restart: throw away what was asked of another model, prompts or length instead of refusing it.
@@ -174,7 +174,7 @@ class Journal:
         self._file.seek(0)
         lines = self._file.read().split(b"\n")
         whole, torn = lines[:-1], lines[-1]
-        if not self._header_fits(whole[0] if whole else torn, restart, torn=not whole):
+        if not self._header_fits(whole, torn, restart):
             whole, torn = [], b""
         if torn:
             notice(f"{self._path}: the last line was cut short by a crash; its request is sent again")
@@ -220,16 +220,16 @@ class Journal:
                 f"{self._path}: cannot be written: {error.strerror}; what is finished is kept, run again to go on"
             ) from None
 
-    def _header_fits(self, line: bytes, restart: bool, *, torn: bool) -> bool:
-        if torn and msgspec.json.encode(self._header).startswith(line):  # also an empty file
+    def _header_fits(self, whole: list[bytes], torn: bytes, restart: bool) -> bool:
+        if not whole and msgspec.json.encode(self._header).startswith(torn):  # also an empty file
             return True
         try:
-            found = _headers.decode(line)
+            found = _headers.decode(whole[0] if whole else torn)
         except (msgspec.DecodeError, RecursionError):
             found = None
         if found == self._header:
             return True
-        if restart:
+        if restart or (found is not None and len(whole) <= 1):  # no request of that run was finished
             return False
         raise TraceError(
             f"{self._path} was begun with {_describe(found)}, not with {_describe(self._header)}; "

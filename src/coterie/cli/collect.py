@@ -123,7 +123,7 @@ def _source(options: SourceOptions, notice: Callable[[str], None]) -> Source:
 
 
 class CollectProgress:
-    """A progress bar with the time left, on stderr; a context manager.
+    """A progress bar with the time left, on stderr where that is a terminal; a context manager.
 
     Attributes:
         console: where notices go.
@@ -132,7 +132,8 @@ class CollectProgress:
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console(stderr=True)
         columns = (TextColumn("collect"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        self._bar = Progress(*columns, TextColumn("left"), TimeRemainingColumn(), console=self.console)
+        hidden = not self.console.is_terminal  # in a log, only what is said
+        self._bar = Progress(*columns, TextColumn("left"), TimeRemainingColumn(), console=self.console, disable=hidden)
         self._task = self._bar.add_task("collect", total=None)
 
     def begin(self, total: int, done: int) -> None:

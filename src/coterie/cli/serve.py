@@ -58,7 +58,7 @@ def _announce(served: Serving) -> None:
     """One line each: mode, workers, policies, profile, addresses."""
     gateway = served.gateway
     config, profile = gateway.config, served.profile
-    click.echo("mode      disaggregated: vLLM with NIXL, decode worker chosen after prefill")
+    click.echo("mode      disaggregated, in vLLM's protocol (kv_transfer_params): decode worker chosen after prefill")
     for worker in gateway.workers:
         click.echo(f"worker    {worker.name} {worker.url} {worker.problem or 'available'}")
     assert gateway.prefill.policy is not None
