@@ -12,7 +12,7 @@ from coterie.calibration import fit
 from coterie.errors import ConfigError
 from coterie.latency import StepTime, TokenTime
 from coterie.routing import DECODE_POLICIES, make_policy
-from coterie.sim import Change, ClusterSpec, RecordedTimes, Stream, parse_topology, population_of, simulate
+from coterie.sim import Change, ClusterSpec, Drift, Mix, RecordedTimes, Stream, parse_topology, population_of, simulate
 from coterie.sim.cluster import Cluster
 from coterie.sim.kernel import Kernel
 from coterie.sim.workload import arrivals
@@ -81,9 +81,9 @@ def test_no_token_comes_before_it_can():
     cluster, kernel = running(rate=150)
     kernel.run()
     least_s = SPEC.prefill_time.seconds(40) + SPEC.handoff_time.seconds(40) + SPEC.step_time.step_s(1, 0)
-    assert len(cluster.ttft_s) == cluster.census().arrived > 150
-    assert min(cluster.ttft_s) >= least_s
-    assert min(cluster.tpot_s) >= SPEC.step_time.step_s(1, 0)
+    assert len(cluster.outcomes.ttft_s) == cluster.census().arrived > 150
+    assert min(cluster.outcomes.ttft_s) >= least_s
+    assert min(cluster.outcomes.tpot_s) >= SPEC.step_time.step_s(1, 0)
 
 
 def test_the_future_does_not_change_the_past():
@@ -149,6 +149,47 @@ def test_an_idle_cluster_s_times_are_those_of_the_latency_model(ids):
     assert (row.requests, row.failed, row.decode_steps, row.batch_mean) == (3, 0, 3 * 13, 1.0)
     # The last of three requests ends at 10 s + 30.24 ms + 12 x 4.16 ms; 4 workers.
     assert row.busy_share == pytest.approx(39 * 4.16e-3 / (4 * (10 + 0.03024 + 12 * 4.16e-3)), rel=1e-5)
+
+
+def test_with_the_first_token_from_prefill_the_handoff_counts_to_the_time_per_output_token():
+    row = simulate(POPULATION, RecordedTimes((0.0, 5.0)), replace(SPEC, prefill_first=True), **policies())
+    # Prefill 20 + 40 x 0.1: 24 ms; then handoff 2 + 40 x 0.002 and 12 steps of 4.16 ms for the 12 other tokens.
+    assert row.ttft_p50_ms == pytest.approx(24, rel=1e-5)
+    assert row.tpot_p50_ms == pytest.approx((2.08 + 12 * 4.16) / 12, rel=1e-5)
+    assert row.decode_steps == 2 * 12
+
+
+def test_a_single_token_from_prefill_needs_no_decode_worker():
+    log = []
+    population = population_of(TRACE, output_tokens=1)
+    spec = replace(SPEC, prefill_first=True)
+    row = simulate(population, Stream(30, 1.0), spec, **policies(), on_decision=log.append)
+    assert {one.role for one in log} == {"prefill"}
+    assert (row.failed, row.decode_steps, row.tpot_p50_ms) == (0, 0, None)
+    assert row.ttft_p50_ms >= 24
+
+
+def test_what_comes_during_the_warm_up_is_served_and_in_no_figure():
+    log = []
+    row = simulate(
+        POPULATION, RecordedTimes((0.0, 5.0, 10.0)), SPEC, **policies(), warm_up_s=5.0, on_decision=log.append
+    )
+    assert len(log) == 6
+    assert (row.warm_up_s, row.requests, row.decode_steps) == (5.0, 2, 2 * 13)
+    assert row.busy_share == pytest.approx(26 * 4.16e-3 / (4 * (5 + 0.03024 + 12 * 4.16e-3)), rel=1e-5)
+
+
+def test_a_run_that_is_all_warm_up_has_no_figures():
+    row = run(warm_up_s=60.0)
+    assert (row.requests, row.failed, row.decode_steps, row.tpot_p50_ms, row.busy_share) == (0, 0, 0, None, None)
+
+
+def test_requests_follow_the_mix():
+    log = []
+    drift = Drift(((0.0, Mix((("domain 0", 1.0),))), (0.7, Mix((("domain 3", 1.0),)))))
+    run(drift=drift, on_decision=log.append)
+    met = {(one.time_s >= 0.7, one.arrival.request.domain) for one in log if one.role == "prefill"}
+    assert met == {(False, "domain 0"), (True, "domain 3")}
 
 
 def test_locality_brings_requests_of_a_kind_together():
@@ -217,6 +258,12 @@ def test_topologies_are_read_and_others_refused():
 def test_a_cluster_that_cannot_be_is_refused_by_name(name, value):
     with pytest.raises(ConfigError, match=name):
         replace(SPEC, **{name: value})
+
+
+@pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf")])
+def test_a_warm_up_that_cannot_be_is_refused(seconds):
+    with pytest.raises(ConfigError, match="warm_up_s must be finite and not negative"):
+        run(warm_up_s=seconds)
 
 
 def test_workers_that_are_not_there_are_named():

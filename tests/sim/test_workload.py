@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from coterie.errors import ConfigError, InputError
-from coterie.sim.workload import Population, RecordedTimes, Stream, arrivals, population_of
+from coterie.sim.workload import Drift, Mix, Population, RecordedTimes, Stream, arrivals, population_of
 from made_traces import domains_differ
 
 
@@ -101,3 +101,78 @@ def test_a_population_needs_requests_with_tokens():
             ),
             population.experts,
         )
+
+
+# --- mixes ---
+
+
+def positions_of(mix, *, rate=100, seconds=40, later=()):
+    population = population_of(domains_differ(16))
+    drift = Drift(((0.0, Mix(tuple(mix.items()))), *((time_s, Mix(tuple(m.items()))) for time_s, m in later)))
+    return [(one.time_s, one.position) for one in arrivals(population, Stream(rate, seconds), 3, drift)]
+
+
+def shares(positions):
+    return np.bincount([position % 4 for _, position in positions], minlength=4) / len(positions)
+
+
+def test_domains_come_in_proportion_to_their_weights():
+    # 4000 arrivals: a share of 0.75 has a standard deviation of 0.007
+    found = shares(positions_of({"domain 0": 6.0, "domain 2": 2.0}))
+    assert found == pytest.approx([0.75, 0, 0.25, 0], abs=0.03)
+
+
+def test_the_mix_is_that_of_the_time_of_arrival():
+    positions = positions_of({"domain 0": 1}, later=[(20.0, {"domain 1": 1, "domain 3": 1}), (30.0, {"domain 2": 1})])
+    assert {position % 4 for time_s, position in positions if time_s < 20} == {0}
+    assert {position % 4 for time_s, position in positions if 20 <= time_s < 30} == {1, 3}
+    assert {position % 4 for time_s, position in positions if time_s >= 30} == {2}
+
+
+def test_within_a_domain_each_request_comes_once_before_any_comes_again():
+    for domain in range(4):
+        of_domain = [p for _, p in positions_of({f"domain {d}": 1.0 for d in range(4)}) if p % 4 == domain]
+        for start in range(0, len(of_domain) - 4, 4):
+            assert sorted(of_domain[start : start + 4]) == [domain + 4 * i for i in range(4)]
+
+
+def test_another_mix_brings_the_same_requests_of_a_domain_at_the_same_times():
+    even, skewed = ([*positions_of({"domain 0": weight, "domain 1": 1.0})] for weight in (1.0, 9.0))
+    assert [time_s for time_s, _ in even] == [time_s for time_s, _ in skewed]
+    of_first = [[p for _, p in positions if p % 4 == 0] for positions in (even, skewed)]
+    assert of_first[1][: len(of_first[0])] == of_first[0]
+
+
+def test_a_domain_of_weight_zero_never_comes():
+    assert {p % 4 for _, p in positions_of({"domain 0": 0.0, "domain 1": 1.0, "domain 2": 0.0})} == {1}
+
+
+def test_a_mix_of_one_share_for_each_domain_is_drawn_by_weight_at_the_ends_of_the_interval():
+    mix = Mix((("a", 0.0), ("b", 1.0), ("c", 3.0), ("d", 0.0)))
+    assert [mix.draw(chance) for chance in (0.0, 0.2499, 0.25, math.nextafter(1, 0))] == ["b", "b", "c", "c"]
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ((("a", -1.0),), "weight of 'a'"),
+        ((("a", math.inf),), "weight of 'a'"),
+        ((("a", 0.0),), "no domain has a weight"),
+        ((), "no domain has a weight"),
+        ((("a", 1.0), ("a", 1.0)), "'a' comes twice"),
+    ],
+)
+def test_a_mix_that_cannot_be_drawn_from_is_refused(weights, message):
+    with pytest.raises(ConfigError, match=message):
+        Mix(weights)
+
+
+@pytest.mark.parametrize("times", [(), (1.0,), (0.0, 5.0, 5.0), (0.0, 5.0, 4.0), (0.0, math.inf)])
+def test_a_drift_begins_at_0_and_goes_on(times):
+    with pytest.raises(ConfigError, match="drift"):
+        Drift(tuple((time_s, Mix((("a", 1.0),))) for time_s in times))
+
+
+def test_a_domain_without_requests_is_named_with_those_that_there_are():
+    with pytest.raises(ConfigError, match="no request is of 'zh'; there are domain 0, domain 1"):
+        positions_of({"domain 0": 1.0, "zh": 1.0})

@@ -5,17 +5,20 @@ Read first: `cluster` (one request's life), `workers` (what takes time), `expert
 
 from __future__ import annotations
 
-from coterie.sim.cluster import Change, ClusterSpec, Decided, parse_topology
+from coterie.sim.cluster import Decided
 from coterie.sim.experts import ExpectedExperts, ReplayedExperts
 from coterie.sim.result import Row
 from coterie.sim.run import simulate
-from coterie.sim.workload import Population, RecordedTimes, Stream, Traffic, population_of
+from coterie.sim.spec import Change, ClusterSpec, parse_topology
+from coterie.sim.workload import Drift, Mix, Population, RecordedTimes, Stream, Traffic, population_of
 
 __all__ = [
     "Change",
     "ClusterSpec",
     "Decided",
+    "Drift",
     "ExpectedExperts",
+    "Mix",
     "Population",
     "RecordedTimes",
     "ReplayedExperts",

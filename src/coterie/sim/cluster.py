@@ -3,104 +3,21 @@
 from __future__ import annotations
 
 import math
-import re
-from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal, get_args
 
 from coterie.clock import Clock
 from coterie.core import Decision, Role, RouteRequest, Served, WorkerState
 from coterie.errors import ConfigError, NoWorkerError
-from coterie.latency import HANDOFF_400G, PREFILL_MI300X, QWEN3_30B_MI300X, StepTime, TokenTime
 from coterie.metrics import RequestTimeline
 from coterie.routing import Lease, Ledger, Policy, random_stream, route
 from coterie.sim.experts import Experts
 from coterie.sim.kernel import Kernel, Priority
+from coterie.sim.outcomes import Outcomes
+from coterie.sim.spec import Change, ClusterSpec
 from coterie.sim.workers import DecodeWorker, PrefillWorker, PrefixCache, StepTotals, Task, Worker
 from coterie.sim.workload import Arrival
-
-ROLES: tuple[Role, ...] = get_args(Role)
-
-_TOPOLOGY = re.compile(r"([1-9]\d{0,3})P([1-9]\d{0,3})D")
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """A worker is lost, or comes (back) to the cluster.
-
-    Attributes:
-        time_s: when.
-        worker: its name, such as `decode-3`.
-        kind: `lost` or `joined`.
-    """
-
-    time_s: float
-    worker: str
-    kind: Literal["lost", "joined"]
-
-
-@dataclass(frozen=True, slots=True)
-class ClusterSpec:
-    """A cluster.
-
-    Attributes:
-        prefill: number of prefill workers, `prefill-0` and so on.
-        decode: number of decode workers, `decode-0` and so on, each an expert-parallel group of its own.
-        step_time: of decode steps.
-        prefill_time: of a prefill step, by the tokens that it computes.
-        handoff_time: from the choice of a decode worker until it holds the prompt's KV, by the prompt's tokens.
-        prefill_budget_tokens: most tokens of a prefill step that has more than one prompt.
-        batch_requests: most requests of a decode step.
-        cache_tokens: tokens that the prefix cache of a prefill worker holds; 0 for none.
-        block_tokens: tokens of a KV block.
-        notice_s: time until the gateway learns that a worker was lost; requests that it sends there meanwhile fail.
-        absent: workers that are not there at the start.
-
-    Raises:
-        ConfigError: a number is out of range, or an absent worker does not exist.
-    """
-
-    prefill: int
-    decode: int
-    step_time: StepTime = QWEN3_30B_MI300X
-    prefill_time: TokenTime = PREFILL_MI300X
-    handoff_time: TokenTime = HANDOFF_400G
-    prefill_budget_tokens: int = 8192
-    batch_requests: int = 256
-    cache_tokens: int = 0
-    block_tokens: int = 16
-    notice_s: float = 3.0
-    absent: frozenset[str] = frozenset()
-
-    def __post_init__(self) -> None:
-        for name in ("prefill", "decode", "prefill_budget_tokens", "batch_requests", "block_tokens"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"cluster: {name} must be at least 1, got {getattr(self, name)}")
-        if self.cache_tokens < 0 or not (math.isfinite(self.notice_s) and self.notice_s >= 0):
-            raise ConfigError(
-                f"cluster: cache_tokens and notice_s must not be negative, got {self.cache_tokens}, {self.notice_s}"
-            )
-        if unknown := self.absent - {target.name for role in ROLES for target in self.targets(role)}:
-            raise ConfigError(f"cluster: no worker is named {min(unknown)!r}")
-
-    def targets(self, role: Role) -> list[WorkerState]:
-        """The workers of a role, named as the gateway names them."""
-        names = [f"{role}-{i}" for i in range(self.prefill if role == "prefill" else self.decode)]
-        return [WorkerState(name, name, available=name not in self.absent) for name in names]
-
-
-def parse_topology(text: str) -> tuple[int, int]:
-    """Numbers of prefill and decode workers from a text such as `8P16D`.
-
-    Raises:
-        ConfigError: the text is another.
-    """
-    found = _TOPOLOGY.fullmatch(text)
-    if not found:
-        raise ConfigError(f"topology: {text[:60]!r} is not like 8P16D (8 prefill and 16 decode workers)")
-    return int(found[1]), int(found[2])
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +92,8 @@ class Cluster:
     """One gateway with its workers.
 
     Load is counted, workers are chosen and leases end exactly as in `gateway.dispatch`: prefill worker, lease, prefill,
-    release; then, with the prompt's counts, decode worker, lease, decode, release.
+    release; then, with the prompt's counts, decode worker, lease, decode, release.  Only where prefill workers give the
+    first token (`ClusterSpec.prefill_first`) does a request of a single token end without a decode worker.
 
     Args:
         kernel: runs it.
@@ -184,12 +102,15 @@ class Cluster:
         prefill: policy for prefill workers.
         decode: policy for decode workers.
         seed: of the policies' chance.
+        warm_up_s: what comes before is served, and is in no figure.
         on_decision: told of every decision.
 
     Attributes:
-        ttft_s: times to first token of the requests that finished, in order of their ends.
-        tpot_s: times per output token of those with more than one.
+        outcomes: of the requests that arrived since.
         end_s: when the last request ended, so far.
+
+    Raises:
+        ConfigError: `warm_up_s` is negative or not finite.
     """
 
     def __init__(
@@ -201,19 +122,22 @@ class Cluster:
         prefill: Policy,
         decode: Policy,
         seed: int = 0,
+        warm_up_s: float = 0.0,
         on_decision: OnDecision | None = None,
     ) -> None:
-        self.ttft_s = array("d")
-        self.tpot_s = array("d")
+        if not (math.isfinite(warm_up_s) and warm_up_s >= 0):
+            raise ConfigError(f"cluster: warm_up_s must be finite and not negative, got {warm_up_s}")
+        self.outcomes = Outcomes(warm_up_s)
         self._kernel = kernel
-        self._notice_s = spec.notice_s
+        self._spec = spec
         self._decoders = [new_decode_worker(kernel, spec, experts) for _ in range(spec.decode)]
         prefillers = [new_prefill_worker(kernel, spec) for _ in range(spec.prefill)]
         self._prefill = _Fleet("prefill", spec.targets("prefill"), prefillers, prefill, seed, kernel)
         self._decode = _Fleet("decode", spec.targets("decode"), self._decoders, decode, seed, kernel)
         self._on_decision = on_decision
         self.end_s = 0.0
-        self._arrived = self._failed = 0
+        self._arrived = self._finished = self._failed = 0
+        kernel.at(warm_up_s, Priority.CHANGE, self._begin_to_count)
 
     def feed(self, arrivals: Iterator[Arrival]) -> None:
         """Let requests arrive; only the next one is ever made."""
@@ -241,7 +165,7 @@ class Cluster:
         workers = [*self._prefill.workers.values(), *self._decode.workers.values()]
         return Census(
             arrived=self._arrived,
-            finished=len(self.ttft_s),
+            finished=self._finished,
             failed=self._failed,
             queued=sum(worker.queued for worker in workers),
             running=sum(worker.running for worker in workers),
@@ -259,47 +183,61 @@ class Cluster:
 
     def _arrive(self, arrival: Arrival, rest: Iterator[Arrival]) -> None:
         self._arrived += 1
+        self.outcomes.arrive(arrival.time_s)
         asked = replace(arrival.request, prompt_tokens=0, counts=None)  # as the gateway knows it before prefill
         if self._decode.is_available():
             self._send(self._prefill, asked, arrival, self._prefilled)
         else:
-            self._fail()
+            self._fail(arrival)
         self.feed(rest)
 
     def _prefilled(self, arrival: Arrival, lease: Lease, task: Task, done: bool) -> None:
         lease.release()
-        if done:
-            self._send(self._decode, arrival.request, arrival, self._decoded)
+        first_s = self._kernel.now() if self._spec.prefill_first else None
+        if not done:
+            self._fail(arrival)
+        elif first_s is not None and task.output_tokens == 1:
+            self._finish(arrival, first_s)
         else:
-            self._fail()
+            given = 0 if first_s is None else 1
+            self._send(self._decode, arrival.request, arrival, partial(self._decoded, first_s), given)
 
-    def _decoded(self, arrival: Arrival, lease: Lease, task: Task, done: bool) -> None:
+    def _decoded(self, first_s: float | None, arrival: Arrival, lease: Lease, task: Task, done: bool) -> None:
         if not done:
             lease.release()
-            self._fail()
+            self._fail(arrival)
             return
         assert task.first_token_s is not None
-        self.end_s = self._kernel.now()
-        lease.release(Served(task.output_tokens, self.end_s - task.first_token_s))
-        timeline = RequestTimeline(arrival.time_s, task.first_token_s, self.end_s, task.output_tokens)
-        self.ttft_s.append(timeline.ttft_s)
-        if timeline.tpot_s is not None:
-            self.tpot_s.append(timeline.tpot_s)
+        lease.release(Served(task.output_tokens, self._kernel.now() - task.first_token_s))
+        self._finish(arrival, task.first_token_s if first_s is None else first_s)
 
-    def _send(self, fleet: _Fleet, routed: RouteRequest, arrival: Arrival, then: Callable[..., None]) -> None:
+    def _send(
+        self, fleet: _Fleet, routed: RouteRequest, arrival: Arrival, then: Callable[..., None], given: int = 0
+    ) -> None:
         try:
             decision = fleet.choose(routed)
         except NoWorkerError:
-            self._fail()
+            self._fail(arrival)
             return
         if self._on_decision is not None:
             self._on_decision(Decided(self._kernel.now(), fleet.role, arrival, decision))
         lease = fleet.ledger.lease(decision.worker, routed)
-        fleet.workers[decision.worker].submit(task_of(arrival, partial(then, arrival, lease)))
+        fleet.workers[decision.worker].submit(task_of(arrival, partial(then, arrival, lease), given))
 
-    def _fail(self) -> None:
+    def _finish(self, arrival: Arrival, first_s: float) -> None:
+        self._finished += 1
+        self.end_s = self._kernel.now()
+        timeline = RequestTimeline(arrival.time_s, first_s, self.end_s, arrival.request.output_tokens)
+        self.outcomes.finish(timeline)
+
+    def _fail(self, arrival: Arrival) -> None:
         self._failed += 1
         self.end_s = self._kernel.now()
+        self.outcomes.fail(arrival.time_s)
+
+    def _begin_to_count(self) -> None:
+        for worker in self._decoders:
+            worker.totals = StepTotals()
 
     # --- workers that come and go ---
 
@@ -308,7 +246,7 @@ class Cluster:
 
     def _lose(self, fleet: _Fleet, name: str) -> None:
         fleet.workers[name].lose()
-        self._kernel.after(self._notice_s, Priority.CHANGE, self._notice, fleet, name)
+        self._kernel.after(self._spec.notice_s, Priority.CHANGE, self._notice, fleet, name)
 
     def _notice(self, fleet: _Fleet, name: str) -> None:
         if not fleet.workers[name].up:
@@ -330,8 +268,8 @@ def new_decode_worker(kernel: Kernel, spec: ClusterSpec, experts: Experts) -> De
     return DecodeWorker(kernel, spec.step_time, spec.handoff_time, spec.batch_requests, experts)
 
 
-def task_of(arrival: Arrival, on_end: Callable[[Task, bool], None]) -> Task:
-    """A request's part at one worker."""
+def task_of(arrival: Arrival, on_end: Callable[[Task, bool], None], given: int = 0) -> Task:
+    """A request's part at one worker; `given` of its output tokens came from elsewhere."""
     request = arrival.request
     prompt = request.prompt_hash or request.id  # without a hash, no prompt is like another
-    return Task(arrival.position, prompt, request.prompt_tokens, request.output_tokens, on_end)
+    return Task(arrival.position, prompt, request.prompt_tokens, request.output_tokens - given, on_end)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +18,7 @@ class Row:
         policy: that chose decode workers.
         rate: requests each second.
         seed: of arrivals, order and policies.
+        warm_up_s: seconds from the start whose arrivals and decode steps are in none of the figures below.
         requests: arrived.
         failed: of them, not served.
         tpot_p50_ms: median time per output token.
@@ -27,12 +28,14 @@ class Row:
         active_experts_mean: different experts that a decode step activates in a layer, mean over steps and MoE layers.
         batch_mean: requests of a decode step, mean over steps.
         decode_steps: of all workers.
-        busy_share: time in decode steps over the time of all decode workers, until the last request ended.
+        busy_share: time in decode steps over the time of all decode workers, from the end of the warm-up until the last
+            request ended.
     """
 
     policy: str
     rate: float
     seed: int
+    warm_up_s: float
     requests: int
     failed: int
     tpot_p50_ms: float | None
@@ -45,7 +48,7 @@ class Row:
     busy_share: float | None
 
 
-def sum_up(cluster: Cluster, layers: int, *, policy: str, rate: float, seed: int, end_s: float) -> Row:
+def sum_up(cluster: Cluster, layers: int, *, policy: str, rate: float, seed: int) -> Row:
     """Figures of a cluster that has served its requests.
 
     Args:
@@ -54,27 +57,30 @@ def sum_up(cluster: Cluster, layers: int, *, policy: str, rate: float, seed: int
         policy: name of its decode policy.
         rate: requests each second.
         seed: what was drawn with.
-        end_s: when the last request ended.
     """
-    census, totals = cluster.census(), cluster.totals()
+    outcomes, totals = cluster.outcomes, cluster.totals()
     steps = sum(one.steps for one in totals)
     active, requests, busy_s = (sum(getattr(one, name) for one in totals) for name in ("active", "requests", "busy_s"))
     return Row(
         policy=policy,
         rate=rate,
         seed=seed,
-        requests=census.arrived,
-        failed=census.failed,
-        tpot_p50_ms=_percentile_ms(cluster.tpot_s, 50),
-        tpot_p99_ms=_percentile_ms(cluster.tpot_s, 99),
-        ttft_p50_ms=_percentile_ms(cluster.ttft_s, 50),
-        ttft_p99_ms=_percentile_ms(cluster.ttft_s, 99),
+        warm_up_s=outcomes.since_s,
+        requests=outcomes.arrived,
+        failed=outcomes.failed,
+        tpot_p50_ms=_percentile_ms(outcomes.tpot_s, 50),
+        tpot_p99_ms=_percentile_ms(outcomes.tpot_s, 99),
+        ttft_p50_ms=_percentile_ms(outcomes.ttft_s, 50),
+        ttft_p99_ms=_percentile_ms(outcomes.ttft_s, 99),
         active_experts_mean=active / steps / layers if steps else None,
         batch_mean=requests / steps if steps else None,
         decode_steps=steps,
-        busy_share=busy_s / (end_s * len(totals)) if steps else None,
+        busy_share=busy_s / ((cluster.end_s - outcomes.since_s) * len(totals)) if steps else None,
     )
 
 
-def _percentile_ms(seconds: Sequence[float], percent: int) -> float | None:
-    return 1000 * float(np.percentile(seconds, percent)) if seconds else None
+def _percentile_ms(seconds: array[float], percent: int) -> float | None:
+    """Of those that are not NaN; None where there are none."""
+    values = np.asarray(seconds)
+    values = values[~np.isnan(values)]
+    return 1000 * float(np.percentile(values, percent)) if values.size else None

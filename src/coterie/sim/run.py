@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from coterie.routing import Policy
-from coterie.sim.cluster import Change, Cluster, ClusterSpec, OnDecision
+from coterie.sim.cluster import Cluster, OnDecision
 from coterie.sim.kernel import Kernel
 from coterie.sim.result import Row, sum_up
-from coterie.sim.workload import Population, Traffic, arrivals
+from coterie.sim.spec import Change, ClusterSpec
+from coterie.sim.workload import Drift, Population, Traffic, arrivals
 
 
 def simulate(
@@ -19,7 +20,9 @@ def simulate(
     prefill: Policy,
     decode: Policy,
     seed: int = 0,
+    drift: Drift | None = None,
     changes: Sequence[Change] = (),
+    warm_up_s: float = 0.0,
     on_decision: OnDecision | None = None,
 ) -> Row:
     """Simulate until every request has ended.
@@ -34,18 +37,28 @@ def simulate(
         prefill: chooses prefill workers among `spec.targets("prefill")`.
         decode: chooses decode workers among `spec.targets("decode")`; a policy that keeps state must be new.
         seed: of all that is drawn.
+        drift: from which domains requests come, and when; by default each request comes equally often.
         changes: workers that are lost or join.
+        warm_up_s: requests that arrive before are served, and are in no figure of the row; nor are decode steps that
+            begin before.
         on_decision: told of every decision.
 
     Raises:
-        ConfigError: a change names no worker, or a time that cannot be.
+        ConfigError: a change names no worker, a time cannot be, or the drift names a domain without requests.
     """
     kernel = Kernel()
     cluster = Cluster(
-        kernel, spec, population.experts, prefill=prefill, decode=decode, seed=seed, on_decision=on_decision
+        kernel,
+        spec,
+        population.experts,
+        prefill=prefill,
+        decode=decode,
+        seed=seed,
+        warm_up_s=warm_up_s,
+        on_decision=on_decision,
     )
     cluster.plan(changes)
-    cluster.feed(arrivals(population, traffic, seed))
+    cluster.feed(arrivals(population, traffic, seed, drift))
     kernel.run()
     layers = population.experts.geometry.layers
-    return sum_up(cluster, layers, policy=decode.name, rate=traffic.rate_per_s, seed=seed, end_s=cluster.end_s)
+    return sum_up(cluster, layers, policy=decode.name, rate=traffic.rate_per_s, seed=seed)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Protocol
 
 import numpy as np
@@ -14,7 +16,7 @@ from coterie.core import ExpertCounts, RouteRequest
 from coterie.errors import ConfigError, InputError
 from coterie.sim.experts import Experts, experts_of
 
-_TIMES, _ORDER = 2, 3  # streams of chance; 0 and 1 are the routing policies' (`routing.random_stream`)
+_TIMES, _ORDER, _MIX = 2, 3, 4  # streams of chance; 0 and 1 are the routing policies' (`routing.random_stream`)
 _CHUNK = 1024
 
 
@@ -164,6 +166,77 @@ class RecordedTimes:
         return iter(self.seconds)
 
 
+# --- what arrives --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Mix:
+    """How often each domain is asked from.
+
+    Attributes:
+        weights: a domain and its weight; a domain's share is its weight over their sum.
+
+    Raises:
+        ConfigError: a weight is negative or not finite, all are zero, or a domain comes twice.
+    """
+
+    weights: tuple[tuple[str, float], ...]
+
+    def __post_init__(self) -> None:
+        for domain, weight in self.weights:
+            if not (math.isfinite(weight) and weight >= 0):
+                raise ConfigError(f"mix: the weight of {domain!r} must be finite and not negative, got {weight}")
+        if not any(weight for _, weight in self.weights):
+            raise ConfigError("mix: no domain has a weight above zero")
+        names = self.domains
+        if len(set(names)) < len(names):
+            raise ConfigError(f"mix: {next(name for name in names if names.count(name) > 1)!r} comes twice")
+
+    @property
+    def domains(self) -> tuple[str, ...]:
+        """Names of the domains."""
+        return tuple(domain for domain, _ in self.weights)
+
+    def draw(self, chance: float) -> str:
+        """The domain at a point of the unit interval, in proportion to the weights.
+
+        Args:
+            chance: from 0 to below 1, uniformly drawn.
+        """
+        bounds = list(accumulate(weight for _, weight in self.weights))
+        return self.weights[min(bisect_right(bounds, chance * bounds[-1]), len(bounds) - 1)][0]
+
+
+@dataclass(frozen=True, slots=True)
+class Drift:
+    """A mix that changes: each holds from its time until that of the next.
+
+    Attributes:
+        pieces: a time in seconds, and the mix from then on; the first is of time 0.
+
+    Raises:
+        ConfigError: none is of time 0, or the times are not finite and ascending.
+    """
+
+    pieces: tuple[tuple[float, Mix], ...]
+
+    def __post_init__(self) -> None:
+        times = self.times_s
+        if not times or times[0] != 0:
+            raise ConfigError("drift: the first mix must be that of time 0")
+        if list(times) != sorted(set(times)) or not math.isfinite(times[-1]):
+            raise ConfigError(f"drift: times must be finite and ascending, got {times}")
+
+    @property
+    def times_s(self) -> tuple[float, ...]:
+        """When each mix begins."""
+        return tuple(time_s for time_s, _ in self.pieces)
+
+    def at(self, time_s: float) -> Mix:
+        """The mix of a moment, from 0 on."""
+        return self.pieces[bisect_right(self.times_s, time_s) - 1][1]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Arrival:
     """A request comes in.
@@ -181,20 +254,59 @@ class Arrival:
     request: RouteRequest
 
 
-def arrivals(population: Population, traffic: Traffic, seed: int) -> Iterator[Arrival]:
-    """Draw a workload: in random order, each request of the population once before any comes again.
+def arrivals(population: Population, traffic: Traffic, seed: int, drift: Drift | None = None) -> Iterator[Arrival]:
+    """Draw a workload: in random order, each request once before any comes again.
 
-    Times and order have streams of chance of their own, so every policy meets the same requests at the same times, and
-    another rate brings the same requests in the same order.
+    With a drift, the domain of each arrival is drawn from the mix of its time, and within the domain each request comes
+    once before any comes again.
+
+    Times, domains and orders have streams of chance of their own, so every policy meets the same requests at the same
+    times; another rate brings the same requests in the same order, and another mix those of each domain.
+
+    Raises:
+        ConfigError: the population has no request of a domain of the drift.
     """
     times = traffic.times_s(np.random.default_rng([seed, _TIMES]))
-    order = _passes(len(population), np.random.default_rng([seed, _ORDER]))
-    for number, (time_s, position) in enumerate(zip(times, order, strict=False)):
-        request = replace(population.requests[position], id=str(number))
-        yield Arrival(time_s, number, position, request)
+    position = _anyone(population, seed) if drift is None else _by_domain(population, drift, seed)
+    return (
+        Arrival(time_s, number, place := position(time_s), replace(population.requests[place], id=str(number)))
+        for number, time_s in enumerate(times)
+    )
 
 
-def _passes(size: int, rng: np.random.Generator) -> Iterator[int]:
+def _anyone(population: Population, seed: int) -> Callable[[float], int]:
+    order = _passes(range(len(population)), np.random.default_rng([seed, _ORDER]))
+    return lambda time_s: next(order)
+
+
+def _by_domain(population: Population, drift: Drift, seed: int) -> Callable[[float], int]:
+    orders = _orders(population, seed)
+    for domain in dict.fromkeys(domain for _, mix in drift.pieces for domain in mix.domains):
+        if domain not in orders:
+            raise ConfigError(
+                f"mix: no request is of {domain!r}; there are {', '.join(sorted(orders)) or 'no domains'}"
+            )
+    chances = _uniform(np.random.default_rng([seed, _MIX]))
+    return lambda time_s: next(orders[drift.at(time_s).draw(next(chances))])
+
+
+def _orders(population: Population, seed: int) -> dict[str, Iterator[int]]:
+    """Positions of each domain's requests, in the order in which they come."""
+    members: dict[str, list[int]] = {}
+    for i, request in enumerate(population.requests):
+        if request.domain is not None:
+            members.setdefault(request.domain, []).append(i)
+    return {
+        domain: _passes(members[domain], np.random.default_rng([seed, _ORDER, k]))
+        for k, domain in enumerate(sorted(members))
+    }
+
+
+def _passes(positions: Sequence[int], rng: np.random.Generator) -> Iterator[int]:
     while True:
-        order: Sequence[int] = rng.permutation(size).tolist()
-        yield from order
+        yield from (positions[i] for i in rng.permutation(len(positions)).tolist())
+
+
+def _uniform(rng: np.random.Generator) -> Iterator[float]:
+    while True:
+        yield from rng.random(_CHUNK).tolist()
