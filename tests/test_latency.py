@@ -30,6 +30,33 @@ def test_a_step_is_the_sum_of_its_three_parts():
     assert StepTime(2e-3, 1e-4, 1e-5).step_s(10, 300) == pytest.approx(6e-3)
 
 
+def test_the_rest_is_straight_between_its_points_and_level_beyond_them():
+    times = StepTime(1e-3, 0, 0, rest=((10, 4e-3), (20, 8e-3), (40, 2e-3)))
+    assert [round(1e3 * times.step_s(n, 99), 9) for n in (1, 10, 15, 20, 30, 40, 200)] == [5, 5, 7, 9, 6, 3, 3]
+
+
+@given(st.lists(st.tuples(st.integers(1, 300), st.floats(0, 1)), min_size=1, max_size=6, unique_by=lambda p: p[0]))
+def test_the_rest_is_what_numpy_interpolates(points):
+    times = StepTime(1.0, 0, 0, rest=tuple(sorted(points)))
+    x, y = zip(*times.rest, strict=True)
+    for requests in (*x, 0.5, 77.7, 301):
+        assert times.step_s(requests, 0) - 1 == pytest.approx(np.interp(requests, x, y), abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("rest", "problem"),
+    [
+        (((2, 1e-3), (2, 1e-3)), "must ascend in requests, got 2 after 2"),
+        (((2, -1e-3),), "rest at 2 requests must be finite and not negative"),
+        (((math.nan, 1e-3),), "must ascend in requests, got nan"),
+        (((1, 0.0), (2, 0.0)), "time would stand still"),
+    ],
+)
+def test_points_of_the_rest_ascend_and_take_time(rest, problem):
+    with pytest.raises(InputError, match=problem):
+        StepTime(0, 0, 0, rest=rest)
+
+
 def test_a_time_by_tokens_is_a_fixed_part_and_one_per_token():
     assert TokenTime(0.05, 1e-4).seconds(200) == pytest.approx(0.07)
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import csv
 import math
 import os
+from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -24,35 +25,59 @@ _MOST_BYTES = 16 << 20
 class StepTime:
     """The time of one decode step.
 
-        step_s = fixed_s + per_request_s * requests + per_expert_s * active
+        step_s = fixed_s + per_request_s * requests + per_expert_s * active + rest(requests)
 
     While decoding is bound by memory, a step reads the weights of every expert that at least one of its requests
     chose, once, however many chose it: that is the last term, and `active` counts (layer, expert) pairs over all MoE
     layers (ELDR section on motivation: at a fixed number of active experts, the batch size hardly matters).  The
     second term is what each request adds by itself: its attention, its sampling, its tokens in the shared layers.
-    The first is what any step costs: weights that every token passes through, and launches.
+    The first is what any step costs: weights that every token passes through, and launches.  The last is for engines
+    whose other kernels do not grow evenly with the batch: straight lines between measured points, level beyond them.
 
     Attributes:
         fixed_s: seconds of any step.
         per_request_s: seconds for each request of the batch.
         per_expert_s: seconds for each active expert of each layer.
+        rest: points (requests, seconds), requests ascending; none for no such part.
 
     Raises:
-        InputError: a constant is negative or not finite, or all are zero.
+        InputError: a constant is negative or not finite, the points are not as described, or a step could take no time.
     """
 
     fixed_s: float
     per_request_s: float
     per_expert_s: float
+    rest: tuple[tuple[float, float], ...] = ()
 
     def __post_init__(self) -> None:
-        _check_constants(self)
-        if not any(astuple(self)):
+        _check_constants(self, "fixed_s", "per_request_s", "per_expert_s")
+        _check_rest(self.rest)
+        if not (self.fixed_s or self.per_request_s or self.per_expert_s or any(seconds for _, seconds in self.rest)):
             raise InputError("step time: all constants are zero; time would stand still")
 
     def step_s(self, requests: float, active: float) -> float:
         """Seconds of a step with `requests` requests and `active` (layer, expert) pairs."""
-        return self.fixed_s + self.per_request_s * requests + self.per_expert_s * active
+        seconds = self.fixed_s + self.per_request_s * requests + self.per_expert_s * active
+        return seconds + _interpolate(self.rest, requests) if self.rest else seconds
+
+
+def _interpolate(points: Sequence[tuple[float, float]], x: float) -> float:
+    """`numpy.interp` for one x, without its cost: a simulation asks at each step."""
+    above = bisect_right(points, x, key=lambda point: point[0])
+    if above in (0, len(points)):
+        return points[min(above, len(points) - 1)][1]
+    (x0, y0), (x1, y1) = points[above - 1 : above + 1]
+    return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
+
+
+def _check_rest(points: Sequence[tuple[float, float]]) -> None:
+    last = -math.inf
+    for requests, seconds in points:
+        if not (math.isfinite(requests) and requests > last):
+            raise InputError(f"step time: the points of rest must ascend in requests, got {requests:g} after {last:g}")
+        if not (math.isfinite(seconds) and seconds >= 0):
+            raise InputError(f"step time: rest at {requests:g} requests must be finite and not negative, got {seconds}")
+        last = requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,18 +98,18 @@ class TokenTime:
     per_token_s: float
 
     def __post_init__(self) -> None:
-        _check_constants(self)
+        _check_constants(self, "fixed_s", "per_token_s")
 
     def seconds(self, tokens: int) -> float:
         """Seconds for this many tokens."""
         return self.fixed_s + self.per_token_s * tokens
 
 
-def _check_constants(times: Any) -> None:
-    for field in fields(times):
-        value = getattr(times, field.name)
+def _check_constants(times: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(times, name)
         if not (math.isfinite(value) and value >= 0):
-            raise InputError(f"latency: {field.name} must be finite and not negative, got {value}")
+            raise InputError(f"latency: {name} must be finite and not negative, got {value}")
 
 
 # --- fitting ------------------------------------------------------------------------------------------------
@@ -133,7 +158,8 @@ def fit_step_time(points: Sequence[StepPoint]) -> StepTime:
             "expert from one another; measure steps in which requests and active experts vary by themselves"
         )
     constants, _ = nnls(relative, np.ones(len(points)))
-    return StepTime(*(float(value) for value in constants / scale))
+    fixed_s, per_request_s, per_expert_s = (constants / scale).tolist()
+    return StepTime(fixed_s, per_request_s, per_expert_s)
 
 
 def mean_error(times: StepTime, points: Sequence[StepPoint]) -> float:
