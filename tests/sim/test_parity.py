@@ -22,7 +22,7 @@ from coterie.gateway.gateway import Gateway
 from coterie.gateway.http1 import ResponseHead
 from coterie.gateway.upstream import UpstreamError
 from coterie.latency import StepTime, TokenTime
-from coterie.routing import DECODE_POLICIES, make_policy
+from coterie.routing import DECODE_POLICIES, Watcher, make_policy
 from coterie.sim import Change, ClusterSpec, Population, Stream, population_of, simulate
 from coterie.sim.cluster import new_decode_worker, new_prefill_worker, task_of
 from coterie.sim.kernel import Kernel, Priority
@@ -74,11 +74,20 @@ def policies(decode):
 
 
 class Recorded:
-    """A policy that keeps what it was shown and what it said."""
+    """A policy that keeps what it was shown and what it said; what it is told of leases it tells on."""
 
     def __init__(self, role, policy, log):
         self.name, self.reads = policy.name, policy.reads
         self._role, self._policy, self._log = role, policy, log
+        self._watcher = policy if isinstance(policy, Watcher) else None
+
+    def leased(self, lease, now_s):
+        if self._watcher is not None:
+            self._watcher.leased(lease, now_s)
+
+    def released(self, lease, served, now_s):
+        if self._watcher is not None:
+            self._watcher.released(lease, served, now_s)
 
     def choose(self, request: RouteRequest, workers, rng):
         decision = self._policy.choose(request, workers, rng)

@@ -13,6 +13,7 @@ from coterie.routing.domain import Domain
 from coterie.routing.ledger import Lease, LeaseTotals, Ledger, Watcher
 from coterie.routing.load import LeastLoad, PowerOfTwo, Random, RoundRobin
 from coterie.routing.locality import DEFAULT_TAU, Locality, groups_of
+from coterie.routing.marginal import Marginal
 from coterie.routing.policy import Policy, Reads, random_stream, route
 from coterie.routing.prefix import PREFIX_BYTES, Prefix
 
@@ -27,6 +28,7 @@ __all__ = [
     "LeastLoad",
     "Ledger",
     "Locality",
+    "Marginal",
     "OnMismatch",
     "Policy",
     "PowerOfTwo",
@@ -42,7 +44,7 @@ __all__ = [
 ]
 
 LOAD_POLICIES = ("round_robin", "random", "least_load", "power_of_two")
-DECODE_POLICIES = (*LOAD_POLICIES, "domain", "locality")
+DECODE_POLICIES = (*LOAD_POLICIES, "domain", "locality", "marginal")
 PREFILL_POLICIES = (*LOAD_POLICIES, "prefix")
 
 OnMismatch = Literal["error", "load"]
@@ -84,6 +86,8 @@ def make_policy(
             return PowerOfTwo()
         case "prefix":
             return Prefix(targets)
+        case "marginal":
+            return Marginal(targets)
         case "domain":
             return _make_domain(trace, targets)
         case "locality":
