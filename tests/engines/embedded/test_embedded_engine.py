@@ -94,6 +94,22 @@ def test_a_shared_prompt_is_computed_by_the_next_when_the_first_is_aborted():
 # --- experts ----------------------------------------------------------------------------------------
 
 
+def test_figures_of_a_step_at_hand_are_not_in_yet_in_any_of_its_counters():
+    """Else a reader in another thread would divide the experts of n + 1 steps by n."""
+    story = Story()
+    seen = []
+
+    def look(_output):
+        stats = story.engine.stats()
+        seen.append((stats.steps, stats.step_tokens, sum(stats.active_experts) > 0))
+
+    story.engine.submit(
+        Submission("a", (1, 2, 3), SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)), look
+    )
+    story.run()
+    assert seen == [(0, 0, False), (1, 3, True), (2, 4, True)]
+
+
 def test_counts_are_the_truth_whatever_was_cached_chunked_or_preempted():
     story = Story(11, running=6, step_tokens=7)
     for turn in range(3):

@@ -38,7 +38,7 @@ from coterie.engines.embedded.request import (
 )
 from coterie.engines.embedded.sampling import Floats, sample
 from coterie.engines.embedded.scheduler import Limits, Scheduler, Step
-from coterie.engines.embedded.stats import Stats, Totals
+from coterie.engines.embedded.stats import Stats, StepTotals, Totals
 from coterie.errors import ConfigError, EngineError, RequestError
 
 LONGEST_WAIT_S = 86_400.0
@@ -126,6 +126,7 @@ class Engine:
         self._orphans: dict[str, Request] = {}  # ended while something outside writes to their blocks
         self._arrivals = itertools.count()
         self._totals = Totals()
+        self._steps = StepTotals(active_experts=(0,) * model.geometry.layers)
         self._finished: Counter[FinishReason] = Counter()
         self._problem: str | None = None
         self._closing = False
@@ -183,7 +184,7 @@ class Engine:
 
     def stats(self) -> Stats:
         """Figures of this moment; those of a step at hand are not in yet."""
-        totals, tally, scheduler = self._totals, self._scheduler.tally, self._scheduler
+        tally, scheduler = self._scheduler.tally, self._scheduler
         return Stats(
             waiting=scheduler.waiting,
             running=scheduler.running,
@@ -194,8 +195,8 @@ class Engine:
             prefix_queries=tally.prefix_queries,
             prefix_hits=tally.prefix_hits,
             finished=dict(self._finished),
-            active_experts=tuple(self._runner.active_experts.tolist()),
-            **dataclasses.asdict(totals),
+            **dataclasses.asdict(self._totals),
+            **dataclasses.asdict(self._steps),
         )
 
     def start(self) -> None:
@@ -237,11 +238,18 @@ class Engine:
             self._scheduler.done(step)
             self._note(step, computed)
             self._sample(step, computed)
-            self._totals.steps += 1
-            self._totals.step_tokens += sum(work.length for work in step.work)
-            self._totals.step_cpu_s += time.thread_time() - began_s
+            self._count(step, time.thread_time() - began_s)
         self._after_step()
         return bool(step.work)
+
+    def _count(self, step: Step, cpu_s: float) -> None:
+        before = self._steps
+        self._steps = StepTotals(
+            before.steps + 1,
+            before.step_tokens + sum(work.length for work in step.work),
+            tuple(self._runner.active_experts.tolist()),
+            before.step_cpu_s + cpu_s,
+        )
 
     def _note(self, step: Step, computed: Computed) -> None:
         """Remember the experts that are wanted, while the blocks are as the step left them."""

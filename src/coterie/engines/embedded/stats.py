@@ -52,6 +52,13 @@ class Totals:
 
     prompt_tokens: int = 0
     output_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepTotals:
+    """Counters of `Stats` that belong together: a value, so that no reader sees one step in some of them only."""
+
     steps: int = 0
     step_tokens: int = 0
+    active_experts: tuple[int, ...] = ()
     step_cpu_s: float = 0.0
