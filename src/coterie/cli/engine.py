@@ -89,7 +89,7 @@ _PORT = click.IntRange(0, 65535)
     default=30.0,
     show_default=True,
     metavar="SECONDS",
-    help="The longest that fetching KV may take.",
+    help="The longest that fetching KV, or giving it to a peer that has stopped taking, may take.",
 )
 def engine(model: Path, served_model_name: str | None, **options: Any) -> None:
     """Run one worker of the embedded engine on the checkpoint in the folder MODEL, until Ctrl-C.

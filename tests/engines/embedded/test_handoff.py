@@ -302,7 +302,7 @@ def test_a_port_that_is_taken_is_named():
     async def story():
         async with Pair() as pair:
             with pytest.raises(ConfigError, match="choose another --kv-port"):
-                await KvServer(pair.theirs, pair).start("127.0.0.1", pair.server.port)
+                await KvServer(pair.theirs, pair, patience_s=1.0).start("127.0.0.1", pair.server.port)
 
     run(story())
 

@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -28,18 +28,25 @@ _PROCESSES.set_forkserver_preload(["pytest", "httpx", "coterie.cli.engine"])
 """Workers are forked from one process that has imported all they need: most of the CPU time that a start takes."""
 
 
-def _work(out: Connection, arguments: list[str]) -> None:
+def _work(out: Connection, arguments: list[str], enter: Callable[[], None] | None) -> None:
+    if enter:
+        enter()
     os.dup2(out.fileno(), 1)
     main(["engine", *arguments])
 
 
 class WorkerProcess:
-    """`coterie engine` on the tiny checkpoint, in a process of its own."""
+    """`coterie engine` on the tiny checkpoint, in a process of its own, which calls `enter` first.
 
-    def __init__(self, weights: Path, *arguments: str) -> None:
+    Attributes:
+        http: for requests to it.
+    """
+
+    def __init__(self, weights: Path, *arguments: str, enter: Callable[[], None] | None = None) -> None:
+        self.http = HTTP
         own = ("--served-model-name", "tiny", "--port", "0", "--weights-dir", str(weights), *SMALL)
         said, out = _PROCESSES.Pipe(duplex=False)
-        self.process = _PROCESSES.Process(target=_work, args=(out, [str(TINY), *own, *arguments]), daemon=True)
+        self.process = _PROCESSES.Process(target=_work, args=(out, [str(TINY), *own, *arguments], enter), daemon=True)
         self.process.start()
         out.close()
         self._said = said
@@ -52,7 +59,7 @@ class WorkerProcess:
         return self
 
     def post(self, path: str = "/v1/completions", **fields) -> httpx.Response:
-        return HTTP.post(self.url + path, json=fields)
+        return self.http.post(self.url + path, json=fields)
 
     def complete(self, prompt, **fields) -> dict:
         body = {"max_tokens": 8, "temperature": 0, "ignore_eos": True, "return_token_ids": True, **fields}
@@ -66,15 +73,20 @@ class WorkerProcess:
         return self.complete(prompt, max_tokens=1, kv_transfer_params=asked)["kv_transfer_params"]
 
     def get(self, path: str) -> httpx.Response:
-        return HTTP.get(self.url + path)
+        return self.http.get(self.url + path)
 
     def metric(self, name: str) -> float:
         found = re.search(rf"^{re.escape(name)}\{{.*\}} (\S+)$", self.get("/metrics").text, re.MULTILINE)
         return float(found[1])
 
+    @property
+    def proc(self) -> Path:
+        """What the kernel tells of the process."""
+        return Path(f"/proc/{self.process.pid}")
+
     def descriptors(self) -> list[str]:
         """What its open descriptors refer to."""
-        folder = Path(f"/proc/{self.process.pid}/fd")
+        folder = self.proc / "fd"
         links = []
         for number in os.listdir(folder):
             with contextlib.suppress(FileNotFoundError):  # closed since
@@ -102,7 +114,13 @@ class WorkerProcess:
 @contextlib.contextmanager
 def running(weights: Path, *commands: tuple[str, ...]) -> Iterator[list[WorkerProcess]]:
     """Workers with these extra arguments, started side by side."""
-    workers = [WorkerProcess(weights, *arguments) for arguments in commands]
+    with ending([WorkerProcess(weights, *arguments) for arguments in commands]) as workers:
+        yield workers
+
+
+@contextlib.contextmanager
+def ending(workers: list[WorkerProcess]) -> Iterator[list[WorkerProcess]]:
+    """Wait until workers are ready, and end them in the end."""
     try:
         yield [worker.wait_ready() for worker in workers]
     finally:

@@ -39,7 +39,7 @@ class KvServer:
         patience_s: the longest that a peer may take for one message, or for taking in an answer.
     """
 
-    def __init__(self, kv: KvFile, holder: Holder, *, patience_s: float = 30.0) -> None:
+    def __init__(self, kv: KvFile, holder: Holder, *, patience_s: float) -> None:
         self.port = 0
         self._kv = kv
         self._holder = holder

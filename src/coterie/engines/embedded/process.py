@@ -56,7 +56,8 @@ class WorkerConfig:
         kv_port: of it; 0 takes a free one.
         kv_transport: how KV of others is fetched.
         kv_lease_s: how long KV waits for a decode worker.
-        kv_timeout_s: the longest that fetching KV may take.
+        kv_timeout_s: the longest that fetching KV may take, and that a peer of this worker may take for a message or
+            for taking in an answer.
         kv_blocks: blocks of the KV cache; None to go by `kv_memory_mib`.
         kv_memory_mib: memory of the KV cache.
         block_size: tokens of a block.
@@ -173,7 +174,7 @@ async def _worker(config: WorkerConfig, model: Model, tokenizer: Tokenizer, kv: 
         on_load=lambda job: loads.start(engine, job),
         after_step=mailbox.flush,
     )
-    kv_server = KvServer(kv, engine)
+    kv_server = KvServer(kv, engine, patience_s=config.kv_timeout_s)
     if config.role != "decode":
         await kv_server.start(config.kv_host, config.kv_port)
     engine.start()
