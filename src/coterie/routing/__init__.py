@@ -9,6 +9,7 @@ from coterie.activations import ActivationTrace
 from coterie.calibration import Profile
 from coterie.core import WorkerState
 from coterie.errors import ConfigError
+from coterie.routing.background import TICK_S, Background, Job
 from coterie.routing.domain import Domain
 from coterie.routing.ledger import Lease, LeaseTotals, Ledger, Watcher
 from coterie.routing.load import LeastLoad, PowerOfTwo, Random, RoundRobin
@@ -16,18 +17,24 @@ from coterie.routing.locality import DEFAULT_TAU, Locality, groups_of
 from coterie.routing.marginal import Marginal
 from coterie.routing.policy import Policy, Reads, random_stream, route
 from coterie.routing.prefix import PREFIX_BYTES, Prefix
+from coterie.routing.refit import DEFAULT_WINDOW_S, LocalityRefit
 
 __all__ = [
     "DECODE_POLICIES",
     "DEFAULT_TAU",
+    "DEFAULT_WINDOW_S",
     "PREFILL_POLICIES",
     "PREFIX_BYTES",
+    "TICK_S",
+    "Background",
     "Domain",
+    "Job",
     "Lease",
     "LeaseTotals",
     "LeastLoad",
     "Ledger",
     "Locality",
+    "LocalityRefit",
     "Marginal",
     "OnMismatch",
     "Policy",
@@ -44,7 +51,7 @@ __all__ = [
 ]
 
 LOAD_POLICIES = ("round_robin", "random", "least_load", "power_of_two")
-DECODE_POLICIES = (*LOAD_POLICIES, "domain", "locality", "marginal")
+DECODE_POLICIES = (*LOAD_POLICIES, "domain", "locality", "locality_refit", "marginal")
 PREFILL_POLICIES = (*LOAD_POLICIES, "prefix")
 
 OnMismatch = Literal["error", "load"]
@@ -59,20 +66,22 @@ def make_policy(
     trace: ActivationTrace | None = None,
     tau: float = DEFAULT_TAU,
     on_mismatch: OnMismatch = "error",
+    refit_window_s: float = DEFAULT_WINDOW_S,
 ) -> Policy:
     """Make a policy by its name on the command line.
 
     Args:
         name: one of `DECODE_POLICIES` or `PREFILL_POLICIES`.
         targets: all workers that may ever be chosen from, in the gateway's order.
-        profile: needed by `locality`.
+        profile: needed by `locality` and `locality_refit`.
         trace: labelled requests, needed by `domain`.
-        tau: width of the band of `locality`.
+        tau: width of the band of `locality` and `locality_refit`.
         on_mismatch: `error`, or `load` to route by load alone where the profile has another number of centroids
-            than there are decode groups.
+            than there are decode groups; `locality_refit` adapts it instead.
+        refit_window_s: how far back the window of `locality_refit` reaches.
 
     Raises:
-        ConfigError: the name is unknown, what the policy needs is missing, or tau is out of range.
+        ConfigError: the name is unknown, what the policy needs is missing, or tau or the window is out of range.
         ProfileError: the numbers of centroids and groups differ.
     """
     match name:
@@ -91,7 +100,9 @@ def make_policy(
         case "domain":
             return _make_domain(trace, targets)
         case "locality":
-            return _make_locality(profile, targets, tau, on_mismatch)
+            return _make_locality(_needed(profile, name), targets, tau, on_mismatch)
+        case "locality_refit":
+            return LocalityRefit(_needed(profile, name), targets, tau, refit_window_s)
     known = ", ".join(dict.fromkeys(DECODE_POLICIES + PREFILL_POLICIES))
     raise ConfigError(f"unknown policy {name!r}; there are {known}")
 
@@ -102,11 +113,13 @@ def _make_domain(trace: ActivationTrace | None, targets: Sequence[WorkerState]) 
     return Domain(trace, targets)
 
 
-def _make_locality(
-    profile: Profile | None, targets: Sequence[WorkerState], tau: float, on_mismatch: OnMismatch
-) -> Policy:
+def _needed(profile: Profile | None, name: str) -> Profile:
     if profile is None:
-        raise ConfigError("the policy locality needs a profile; make one with `coterie fit` and give it by `--profile`")
+        raise ConfigError(f"the policy {name} needs a profile; make one with `coterie fit` and give it by `--profile`")
+    return profile
+
+
+def _make_locality(profile: Profile, targets: Sequence[WorkerState], tau: float, on_mismatch: OnMismatch) -> Policy:
     groups = len(groups_of(targets))
     if on_mismatch == "load" and profile.clusters != groups:
         return LeastLoad("load only: profile mismatch", f"{profile.clusters} centroids for {groups} decode groups")

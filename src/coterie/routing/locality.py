@@ -7,10 +7,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from coterie.calibration import Profile
-from coterie.core import Decision, RouteRequest, WorkerState
+from coterie.core import Decision, ModelGeometry, RouteRequest, WorkerState
 from coterie.errors import ConfigError, ProfileError
 from coterie.routing.load import load_only
+from coterie.routing.partition import Partition
 from coterie.routing.policy import Reads, least_loaded
+from coterie.signature import SignatureTransform
 
 DEFAULT_TAU = 0.1
 
@@ -51,46 +53,78 @@ class Locality:
     reads = frozenset({Reads.COUNTS})
 
     def __init__(self, profile: Profile, targets: Sequence[WorkerState], tau: float = DEFAULT_TAU) -> None:
-        if not 0 <= tau <= 2:
-            raise ConfigError(f"tau must be from 0 to 2, got {tau}; {DEFAULT_TAU} is a good start")
         groups = groups_of(targets)
         if profile.clusters != len(groups):
             raise ProfileError(
                 f"the profile has {profile.clusters} centroids for {len(groups)} decode groups; "
-                f"fit it again with `coterie fit --clusters {len(groups)}`, "
-                "`coterie serve --on-mismatch load` routes by load alone meanwhile"
+                f"fit it again with `coterie fit --clusters {len(groups)}`; meanwhile "
+                "`coterie serve --decode-policy locality_refit` adapts it to the traffic, and "
+                "`coterie serve --on-mismatch load` routes by load alone"
             )
-        if profile.transform.reads != "counts":
-            raise ProfileError(
-                f"the profile's signatures are made of {profile.transform.kind}, and engines report only counts; "
-                "fit it again with `coterie fit --transform count_idf`"
-            )
-        self._profile = profile
-        self._position = {group: k for k, group in enumerate(groups)}
-        self._tau = tau
+        self._band = Band(profile.transform, tau)
+        self._partition = Partition(profile.centroids, {group: k for k, group in enumerate(groups)})
 
     def choose(self, request: RouteRequest, workers: Sequence[WorkerState], rng: np.random.Generator) -> Decision:
         """Choose the least loaded worker of the groups in the band."""
-        counts = request.counts
-        if counts is None:
-            return load_only(workers, "no counts", request.counts_problem or "")
-        if counts.geometry != self._profile.geometry:
-            return load_only(workers, "other geometry", f"{counts.geometry}; profile: {self._profile.geometry}")
-        if not counts.complete:
-            return load_only(workers, "partial counts", f"{counts.covered} of {counts.tokens} prompt tokens")
-        signature = self._profile.transform.apply(counts.counts)
+        return self._band.choose(request, workers, self._partition)
+
+
+class Band:
+    """The rule of `Locality`, whoever owns which centroid at the time.
+
+    Args:
+        transform: counts to signatures.
+        tau: width of the band, 0 to 2.
+
+    Raises:
+        ProfileError: signatures are made of what engines do not report.
+        ConfigError: tau is out of range.
+    """
+
+    def __init__(self, transform: SignatureTransform, tau: float) -> None:
+        if not 0 <= tau <= 2:
+            raise ConfigError(f"tau must be from 0 to 2, got {tau}; {DEFAULT_TAU} is a good start")
+        if transform.reads != "counts":
+            raise ProfileError(
+                f"the profile's signatures are made of {transform.kind}, and engines report only counts; "
+                "fit it again with `coterie fit --transform count_idf`"
+            )
+        self._transform = transform
+        self._tau = tau
+
+    def choose(self, request: RouteRequest, workers: Sequence[WorkerState], partition: Partition) -> Decision:
+        """Choose the least loaded worker of the groups in the band; a group without a centroid is no candidate."""
+        if missing := missing_signal(request, self._transform.geometry):
+            return load_only(workers, *missing)
+        assert request.counts is not None
+        signature = self._transform.apply(request.counts.counts)
         if not signature.any():
             return load_only(workers, "zero signature")
-        similarity = (self._profile.centroids @ signature).tolist()
-        scores = [similarity[self._position[worker.group]] for worker in workers]
-        least = max(scores) - self._tau
-        band = [worker for worker, score in zip(workers, scores, strict=True) if score >= least]
+        similarity = (partition.centroids @ signature).tolist()
+        row_of = partition.row_of
+        scores = [(worker, similarity[row_of[worker.group]]) for worker in workers if worker.group in row_of]
+        if not scores:
+            return load_only(workers, "no centroid")
+        least = max(score for _, score in scores) - self._tau
+        band = [worker for worker, score in scores if score >= least]
         return Decision(
             least_loaded(band).name,
             "locality band",
-            scores=tuple((worker.name, score) for worker, score in zip(workers, scores, strict=True)),
+            scores=tuple((worker.name, score) for worker, score in scores),
             candidates=tuple(worker.name for worker in band),
         )
+
+
+def missing_signal(request: RouteRequest, geometry: ModelGeometry) -> tuple[str, str] | None:
+    """Why a request has no signature under a profile of this geometry: a fixed phrase, and the particulars."""
+    counts = request.counts
+    if counts is None:
+        return "no counts", request.counts_problem or ""
+    if counts.geometry != geometry:
+        return "other geometry", f"{counts.geometry}; profile: {geometry}"
+    if not counts.complete:
+        return "partial counts", f"{counts.covered} of {counts.tokens} prompt tokens"
+    return None
 
 
 def groups_of(targets: Sequence[WorkerState]) -> tuple[str, ...]:
