@@ -24,7 +24,8 @@ from coterie.gateway.upstream import UpstreamError
 from coterie.latency import StepTime, TokenTime
 from coterie.routing import DECODE_POLICIES, Watcher, make_policy
 from coterie.sim import Change, ClusterSpec, Population, Stream, population_of, simulate
-from coterie.sim.cluster import new_decode_worker, new_prefill_worker, task_of
+from coterie.sim.cluster import new_prefill_worker, task_of
+from coterie.sim.decode import DecodeGroup
 from coterie.sim.kernel import Kernel, Priority
 from coterie.sim.workload import arrivals
 from made_traces import domains_differ
@@ -175,7 +176,7 @@ class Replay:
     def new_engine(self, role):
         if role == "prefill":
             return new_prefill_worker(self.kernel, SPEC)
-        return new_decode_worker(self.kernel, SPEC, POPULATION.experts)
+        return DecodeGroup(self.kernel, SPEC, POPULATION.experts).ranks[0]
 
     async def run(self):
         for change in CHANGES:

@@ -9,14 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coterie.calibration import fit
+from coterie.core import ModelGeometry
 from coterie.errors import ConfigError
 from coterie.latency import StepTime, TokenTime
 from coterie.routing import DECODE_POLICIES, make_policy
 from coterie.sim import Change, ClusterSpec, Drift, Mix, RecordedTimes, Stream, parse_topology, population_of, simulate
 from coterie.sim.cluster import Cluster
 from coterie.sim.kernel import Kernel
+from coterie.sim.placement import contiguous
+from coterie.sim.spec import Topology
 from coterie.sim.workload import arrivals
-from made_traces import domains_differ
+from made_traces import GEOMETRY, domains_differ
 
 TRACE = domains_differ(40)
 POPULATION = population_of(TRACE)
@@ -54,10 +57,14 @@ def running(changes=(), *, rate=60, seed=0, spec=SPEC):
     return cluster, kernel
 
 
-@settings(max_examples=12)
-@given(changes=CHANGES, seed=st.integers(0, 99), absent=st.sets(st.sampled_from(["decode-1", "prefill-0"])))
-def test_no_request_is_lost_or_made_up_at_any_time(changes, seed, absent):
-    cluster, kernel = running(changes, seed=seed, spec=replace(SPEC, absent=frozenset(absent)))
+# Prompts of 40 and outputs of 13 tokens: four blocks of 16 hold one request.
+KINDS = st.sampled_from([{}, {"kv_tokens": 160}, {"ranks": 2, "kv_tokens": 80}, {"prefill_first": True, "ranks": 3}])
+
+
+@settings(max_examples=16, deadline=None)
+@given(changes=CHANGES, seed=st.integers(0, 99), absent=st.sets(st.sampled_from(["decode-1", "prefill-0"])), kind=KINDS)
+def test_no_request_is_lost_or_made_up_at_any_time(changes, seed, absent, kind):
+    cluster, kernel = running(changes, seed=seed, spec=replace(SPEC, absent=frozenset(absent), **kind))
     while kernel.step():
         now = cluster.census()
         assert now.arrived == now.finished + now.failed + now.queued + now.running
@@ -66,10 +73,10 @@ def test_no_request_is_lost_or_made_up_at_any_time(changes, seed, absent):
         assert all((state.requests, state.tokens) == (0, 0) for state in cluster.states(role))
 
 
-@settings(max_examples=4)
-@given(seed=st.integers(0, 99))
-def test_what_the_ledger_says_of_a_worker_is_what_it_holds(seed):
-    cluster, kernel = running(seed=seed, rate=150)
+@settings(max_examples=6, deadline=None)
+@given(seed=st.integers(0, 99), kind=KINDS)
+def test_what_the_ledger_says_of_a_worker_is_what_it_holds(seed, kind):
+    cluster, kernel = running(seed=seed, rate=150, spec=replace(SPEC, **kind))
     while kernel.step():
         now = cluster.census()
         held = sum(state.requests for role in ("prefill", "decode") for state in cluster.states(role))
@@ -245,19 +252,75 @@ def test_what_is_held_does_not_grow_with_time():
     assert sizes[1] < 1.5 * sizes[0]
 
 
+def test_locality_chooses_the_group_and_load_the_rank():
+    spec = replace(SPEC, ranks=3)
+    log = []
+    simulate(POPULATION, Stream(90, 1.5), spec, **policies(spec, "locality"), on_decision=log.append)
+    chosen = [one.decision for one in log if one.role == "decode"]
+    assert {decision.worker for decision in chosen} == {f"decode-{g}.{r}" for g in range(4) for r in range(3)}
+    for decision in chosen:  # whole groups are in the band
+        groups = [name.partition(".")[0] for name in decision.candidates]
+        assert all(groups.count(group) == 3 for group in groups)
+
+
+@pytest.mark.parametrize("name", ["decode-1", "decode-1.0", "decode-1.2"])
+def test_a_lost_rank_loses_its_group_and_the_gateway_notices_all_of_it(name):
+    log = []
+    spec = replace(SPEC, ranks=3)
+    changes = [Change(0.5, name, "lost"), Change(1.2, name, "joined")]
+    row = simulate(POPULATION, Stream(90, 1.5), spec, **policies(spec), changes=changes, on_decision=log.append)
+    times = [one.time_s for one in log if one.decision.worker.startswith("decode-1.")]
+    assert row.failed > 0
+    assert not [time_s for time_s in times if 0.5 + SPEC.notice_s <= time_s < 1.2]
+    assert {one.decision.worker for one in log if one.time_s >= 1.2} > {f"decode-1.{rank}" for rank in range(3)}
+
+
+def test_a_request_that_no_worker_has_room_for_is_refused_before_the_run():
+    with pytest.raises(ConfigError, match="kv_tokens of 50 hold 3 blocks of 16; the longest request has 53 tokens"):
+        run(spec=replace(SPEC, kv_tokens=50))
+
+
+def test_scarce_kv_preempts_and_nothing_is_lost():
+    scarce, ample = (run(rate=200, spec=replace(SPEC, kv_tokens=tokens)) for tokens in (160, None))
+    assert scarce.preemptions > 0 == ample.preemptions
+    assert (scarce.failed, scarce.requests) == (0, ample.requests)
+    assert scarce.batch_mean < ample.batch_mean
+
+
 def test_topologies_are_read_and_others_refused():
-    assert parse_topology("8P16D") == (8, 16)
-    for text in ("8p16d", "0P4D", "8P", "8P16D ", "99999P1D"):
+    assert parse_topology("8P16D") == Topology(8, 16, 1)
+    assert parse_topology("2P4Dx8") == Topology(2, 4, 8)
+    for text in ("8p16d", "0P4D", "8P", "8P16D ", "99999P1D", "2P4Dx0", "2P4Dx"):
         with pytest.raises(ConfigError, match="is not like 8P16D"):
             parse_topology(text)
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("prefill", 0), ("batch_requests", 0), ("cache_tokens", -1), ("notice_s", float("inf"))]
+    ("name", "value"),
+    [
+        ("prefill", 0),
+        ("batch_requests", 0),
+        ("cache_tokens", -1),
+        ("notice_s", float("inf")),
+        ("ranks", 0),
+        ("kv_tokens", 15),
+        ("graph_sizes", (2, 1)),
+        ("graph_sizes", (0, 4)),
+        ("placement", (contiguous(GEOMETRY, 1),)),
+        ("placement", (contiguous(GEOMETRY, 2),) * 4),
+    ],
 )
 def test_a_cluster_that_cannot_be_is_refused_by_name(name, value):
+    field = "placements" if name == "placement" else name
     with pytest.raises(ConfigError, match=name):
-        replace(SPEC, **{name: value})
+        replace(SPEC, **{field: value})
+
+
+def test_experts_and_ranks_must_fit_one_another():
+    with pytest.raises(ConfigError, match="33 ranks for 32 experts"):
+        run(spec=replace(SPEC, ranks=33))
+    with pytest.raises(ConfigError, match=r"a placement of \(3, 16\) experts; the model has \(3, 32\)"):
+        run(spec=replace(SPEC, placements=(contiguous(ModelGeometry(3, 16, 2), 1),) * 4))
 
 
 @pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf")])

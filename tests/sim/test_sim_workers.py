@@ -1,42 +1,11 @@
 """Workers by themselves, with times worked out by hand."""
 
-import numpy as np
 import pytest
 
-from coterie.core import ModelGeometry
 from coterie.latency import StepTime, TokenTime
-from coterie.sim.experts import ExpectedExperts
-from coterie.sim.kernel import Kernel, Priority
-from coterie.sim.workers import DecodeWorker, PrefillWorker, PrefixCache, Task
-
-# Two requests, one layer of four experts: the first uses expert 0 half of the time, the second expert 1 always.
-EXPERTS = ExpectedExperts(np.array([[[0.5, 0, 0, 0]], [[0, 1.0, 0, 0]]]), ModelGeometry(layers=1, experts=4, top_k=1))
-
-AT_ONCE = TokenTime(0.0, 0.0)
-
-
-class Story:
-    """A kernel, and what became of the tasks: (name, time, whether it was done)."""
-
-    def __init__(self):
-        self.kernel = Kernel()
-        self.log = []
-
-    def task(self, name, *, position=0, prompt_tokens=100, output_tokens=1):
-        return Task(position, name, prompt_tokens, output_tokens, lambda task, done: self.end(name, done))
-
-    def end(self, name, done):
-        self.log.append((name, pytest.approx(self.kernel.now()), done))
-
-    def submit(self, worker, time_s, task):
-        self.kernel.at(time_s, Priority.ARRIVAL, worker.submit, task)
-
-    def prefill(self, *, budget_tokens=1000, cache_tokens=0):
-        return PrefillWorker(self.kernel, TokenTime(0.5, 0.001), budget_tokens, lambda: PrefixCache(cache_tokens, 16))
-
-    def decode(self, *, most=8, handoff=AT_ONCE):
-        return DecodeWorker(self.kernel, StepTime(1.0, 0.1, 0.2), handoff, most, EXPERTS)
-
+from coterie.sim.kernel import Priority
+from coterie.sim.workers import PrefixCache
+from sim_story import Story
 
 # --- prefill ---
 
@@ -99,16 +68,16 @@ def test_a_lost_prefill_worker_leaves_all_undone_and_comes_back_without_its_cach
 
 def test_a_request_alone_takes_a_step_for_each_token():
     story = Story()
-    worker = story.decode()
+    group = story.group()
     task = story.task("a", output_tokens=3)
-    story.submit(worker, 2.0, task)
+    story.submit(group.ranks[0], 2.0, task)
     story.kernel.run()
     # 1 s + 1 request x 0.1 s + half an expert x 0.2 s = 1.2 s
     assert task.first_token_s == pytest.approx(3.2)
     assert story.log == [("a", 5.6, True)]
-    assert (worker.totals.steps, worker.totals.requests) == (3, 3)
-    assert worker.totals.active == pytest.approx(1.5)
-    assert worker.totals.busy_s == pytest.approx(3.6)
+    assert (group.totals.steps, group.totals.requests) == (3, 3)
+    assert group.totals.active == pytest.approx(1.5)
+    assert group.totals.busy_s == pytest.approx(3.6)
 
 
 def test_one_that_comes_during_a_step_joins_the_next():
@@ -124,10 +93,9 @@ def test_one_that_comes_during_a_step_joins_the_next():
 
 def test_one_whose_kv_arrives_as_a_step_ends_joins_the_next():
     story = Story()
-    worker = story.decode()
+    worker = story.decode(time=StepTime(1.0, 0.0, 0.0))  # the step's end and the arrivals are the same moment
     for time_s, name in ((0.0, "a"), (1.0, "b"), (1.0, "c")):
         story.submit(worker, time_s, story.task(name, output_tokens=1))
-    worker._time = StepTime(1.0, 0.0, 0.0)  # whole numbers: the step's end and the arrivals are the same moment
     story.kernel.run()
     assert story.log == [("a", 1.0, True), ("b", 2.0, True), ("c", 2.0, True)]
 
@@ -188,10 +156,10 @@ def test_a_step_of_a_lost_worker_ends_nothing_of_its_next_life(role):
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_a_worker_lost_and_back_in_one_moment_begins_one_step(role):
     story = Story()
-    worker = getattr(story, role)()
+    worker = story.prefill() if role == "prefill" else (group := story.group()).ranks[0]
     story.submit(worker, 0.0, story.task("before"))
     for action, *arguments in ((worker.lose,), (worker.revive,), (worker.submit, story.task("after"))):
         story.kernel.at(0.0, Priority.ARRIVAL, story.kernel.after, 0, Priority.ARRIVAL, action, *arguments)
     story.kernel.run()
     assert story.log == [("before", 0.0, False), ("after", {"prefill": 0.6, "decode": 1.2}[role], True)]
-    assert role == "prefill" or worker.totals.steps == 1
+    assert role == "prefill" or group.totals.steps == 1

@@ -90,8 +90,9 @@ def simulate(as_json: bool, **given: Any) -> None:
         trace = ActivationTrace.load(options.workload)
         profile = Profile.load(options.profile) if options.profile else None
         _check(options, trace, profile)
-        prefill, decode = parse_topology(options.topology)
-        setting = _Setting(ClusterSpec(prefill, decode, step_time=times), trace, profile, options)
+        topology = parse_topology(options.topology)
+        spec = ClusterSpec(topology.prefill, topology.decode, topology.ranks, step_time=times)
+        setting = _Setting(spec, trace, profile, options)
         population = population_of(trace, output_tokens=options.output_tokens)
         rows = []
         for rate in options.rates:

@@ -11,13 +11,13 @@ from coterie.clock import Clock
 from coterie.core import Decision, Role, RouteRequest, Served, WorkerState
 from coterie.errors import ConfigError, NoWorkerError
 from coterie.metrics import RequestTimeline
-from coterie.routing import Background, Lease, Ledger, Policy, random_stream, route
-from coterie.sim.background import BackgroundWork
+from coterie.routing import Lease, Ledger, Policy, random_stream, route
+from coterie.sim.decode import DecodeGroup, StepTotals
 from coterie.sim.experts import Experts
 from coterie.sim.kernel import Kernel, Priority
 from coterie.sim.outcomes import Outcomes
 from coterie.sim.spec import Change, ClusterSpec
-from coterie.sim.workers import DecodeWorker, PrefillWorker, PrefixCache, StepTotals, Task, Worker
+from coterie.sim.workers import PrefillWorker, PrefixCache, Task, Worker
 from coterie.sim.workload import Arrival
 
 
@@ -131,12 +131,11 @@ class Cluster:
         self.outcomes = Outcomes(warm_up_s)
         self._kernel = kernel
         self._spec = spec
-        self._decoders = [new_decode_worker(kernel, spec, experts) for _ in range(spec.decode)]
+        self._groups = new_decode_groups(kernel, spec, experts)
         prefillers = [new_prefill_worker(kernel, spec) for _ in range(spec.prefill)]
+        decoders = [rank for group in self._groups for rank in group.ranks]
         self._prefill = _Fleet("prefill", spec.targets("prefill"), prefillers, prefill, seed, kernel)
-        self._decode = _Fleet("decode", spec.targets("decode"), self._decoders, decode, seed, kernel)
-        if isinstance(decode, Background):
-            BackgroundWork(kernel, decode, self._decode.ledger)
+        self._decode = _Fleet("decode", spec.targets("decode"), decoders, decode, seed, kernel)
         self._on_decision = on_decision
         self.end_s = 0.0
         self._arrived = self._finished = self._failed = 0
@@ -155,13 +154,14 @@ class Cluster:
             ConfigError: no worker has this name, or the time is past.
         """
         for change in changes:
-            if change.worker not in self._prefill.workers and change.worker not in self._decode.workers:
-                raise ConfigError(f"changes: no worker is named {change.worker!r}")
+            self._spec.members(change.worker)
             if not self._kernel.now() <= change.time_s < math.inf:
                 raise ConfigError(f"changes: {change.worker} {change.kind} at {change.time_s} s, which is not to come")
         for change in changes:
+            role, names = self._spec.members(change.worker)
+            fleet = self._prefill if role == "prefill" else self._decode
             action = self._lose if change.kind == "lost" else self._join
-            self._kernel.at(change.time_s, Priority.CHANGE, action, self._fleet_of(change.worker), change.worker)
+            self._kernel.at(change.time_s, Priority.CHANGE, action, fleet, names)
 
     def census(self) -> Census:
         """Where the requests are now."""
@@ -179,8 +179,8 @@ class Cluster:
         return (self._prefill if role == "prefill" else self._decode).ledger.states()
 
     def totals(self) -> tuple[StepTotals, ...]:
-        """Sums over the steps of each decode worker."""
-        return tuple(worker.totals for worker in self._decoders)
+        """Sums over the steps of each decode group."""
+        return tuple(group.totals for group in self._groups)
 
     # --- one request's life ---
 
@@ -239,25 +239,24 @@ class Cluster:
         self.outcomes.fail(arrival.time_s)
 
     def _begin_to_count(self) -> None:
-        for worker in self._decoders:
-            worker.totals = StepTotals()
+        for group in self._groups:
+            group.totals = StepTotals()
 
     # --- workers that come and go ---
 
-    def _fleet_of(self, worker: str) -> _Fleet:
-        return self._prefill if worker in self._prefill.workers else self._decode
+    def _lose(self, fleet: _Fleet, names: Sequence[str]) -> None:
+        fleet.workers[names[0]].lose()
+        self._kernel.after(self._spec.notice_s, Priority.CHANGE, self._notice, fleet, names)
 
-    def _lose(self, fleet: _Fleet, name: str) -> None:
-        fleet.workers[name].lose()
-        self._kernel.after(self._spec.notice_s, Priority.CHANGE, self._notice, fleet, name)
+    def _notice(self, fleet: _Fleet, names: Sequence[str]) -> None:
+        for name in names:
+            if not fleet.workers[name].up:
+                fleet.ledger.set_available(name, False)
 
-    def _notice(self, fleet: _Fleet, name: str) -> None:
-        if not fleet.workers[name].up:
-            fleet.ledger.set_available(name, False)
-
-    def _join(self, fleet: _Fleet, name: str) -> None:
-        fleet.workers[name].revive()
-        fleet.ledger.set_available(name, True)
+    def _join(self, fleet: _Fleet, names: Sequence[str]) -> None:
+        fleet.workers[names[0]].revive()
+        for name in names:
+            fleet.ledger.set_available(name, True)
 
 
 def new_prefill_worker(kernel: Kernel, spec: ClusterSpec) -> PrefillWorker:
@@ -266,9 +265,21 @@ def new_prefill_worker(kernel: Kernel, spec: ClusterSpec) -> PrefillWorker:
     return PrefillWorker(kernel, spec.prefill_time, spec.prefill_budget_tokens, new_cache)
 
 
-def new_decode_worker(kernel: Kernel, spec: ClusterSpec, experts: Experts) -> DecodeWorker:
-    """A decode worker as the cluster has them."""
-    return DecodeWorker(kernel, spec.step_time, spec.handoff_time, spec.batch_requests, experts)
+def new_decode_groups(kernel: Kernel, spec: ClusterSpec, experts: Experts) -> list[DecodeGroup]:
+    """The decode groups of a cluster.
+
+    Raises:
+        ConfigError: a placement is of another geometry, or there are more ranks than experts.
+    """
+    geometry = experts.geometry
+    shape = (geometry.layers, geometry.experts)
+    if spec.ranks > geometry.experts:
+        raise ConfigError(f"cluster: {spec.ranks} ranks for {geometry.experts} experts")
+    for placement in spec.placements:
+        if placement.rank_of.shape != shape:
+            raise ConfigError(f"cluster: a placement of {placement.rank_of.shape} experts; the model has {shape}")
+    placements = spec.placements or (None,) * spec.decode
+    return [DecodeGroup(kernel, spec, experts, placement) for placement in placements]
 
 
 def task_of(arrival: Arrival, on_end: Callable[[Task, bool], None], given: int = 0) -> Task:

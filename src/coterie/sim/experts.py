@@ -29,8 +29,8 @@ class Batch(Protocol):
         """Requests in the batch."""
         ...
 
-    def join(self, key: Hashable, request: int) -> None:
-        """A request begins to decode."""
+    def join(self, key: Hashable, request: int, taken: int = 0) -> None:
+        """A request begins to decode, or goes on after `taken` steps."""
         ...
 
     def leave(self, key: Hashable) -> None:
@@ -39,6 +39,10 @@ class Batch(Protocol):
 
     def step(self) -> float:
         """Take a step: the (layer, expert) pairs that it activates; the batch is not empty."""
+        ...
+
+    def used(self) -> npt.NDArray[np.floating[Any]]:
+        """`[L, E]`: how likely each expert was to be active in the last step."""
         ...
 
 
@@ -106,16 +110,21 @@ class ReplayedExperts:
 
     def batch(self) -> Batch:
         """An empty batch."""
-        return _ReplayedBatch(self._sets, self._starts, self._lengths)
+        return _ReplayedBatch(self._sets, self._starts, self._lengths, self.geometry)
 
 
 class _ReplayedBatch:
     """Union of bit sets, one row for each token; the batch is three columns: first row, rows, steps taken."""
 
     def __init__(
-        self, sets: npt.NDArray[np.uint64], starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]
+        self,
+        sets: npt.NDArray[np.uint64],
+        starts: npt.NDArray[np.int64],
+        lengths: npt.NDArray[np.int64],
+        geometry: ModelGeometry,
     ) -> None:
-        self._sets, self._starts, self._lengths = sets, starts, lengths
+        self._sets, self._starts, self._lengths, self._geometry = sets, starts, lengths, geometry
+        self._union = np.zeros_like(sets[0])
         self._columns = np.empty((3, _ROOM), dtype=np.int64)
         self._place: dict[Hashable, int] = {}
         self._keys: list[Hashable] = []
@@ -123,11 +132,11 @@ class _ReplayedBatch:
     def __len__(self) -> int:
         return len(self._keys)
 
-    def join(self, key: Hashable, request: int) -> None:
+    def join(self, key: Hashable, request: int, taken: int = 0) -> None:
         place = len(self._keys)
         if place == self._columns.shape[1]:
             self._columns = np.concatenate([self._columns, np.empty_like(self._columns)], axis=1)
-        self._columns[:, place] = self._starts[request], self._lengths[request], 0
+        self._columns[:, place] = self._starts[request], self._lengths[request], taken
         self._place[key] = place
         self._keys.append(key)
 
@@ -141,9 +150,15 @@ class _ReplayedBatch:
 
     def step(self) -> float:
         starts, lengths, taken = self._columns[:, : len(self._keys)]
-        union = np.bitwise_or.reduce(self._sets[starts + taken % lengths], axis=0)
+        self._union = np.bitwise_or.reduce(self._sets[starts + taken % lengths], axis=0)
         taken += 1
-        return float(count_experts(union))
+        return float(count_experts(self._union))
+
+    def used(self) -> npt.NDArray[np.floating[Any]]:
+        layers, experts = self._geometry.layers, self._geometry.experts
+        each = -(-experts // 8)
+        sets = self._union.view(np.uint8)[: layers * each].reshape(layers, each)
+        return np.unpackbits(sets, axis=1, count=experts, bitorder="little").astype(np.float32)
 
 
 def _as_words(sets: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint64]:
@@ -190,14 +205,14 @@ class ExpectedExperts:
 
     def batch(self) -> Batch:
         """An empty batch."""
-        return _ExpectedBatch(self._idle)
+        return _ExpectedBatch(self._idle, self.geometry)
 
 
 class _ExpectedBatch:
     """Sum of the logarithms of each expert's being idle; summed up anew only when the batch has changed."""
 
-    def __init__(self, idle: npt.NDArray[np.int32]) -> None:
-        self._idle = idle
+    def __init__(self, idle: npt.NDArray[np.int32], geometry: ModelGeometry) -> None:
+        self._idle, self._geometry = idle, geometry
         self._sum = np.zeros(idle.shape[1], dtype=np.int64)
         self._request: dict[Hashable, int] = {}
         self._active: float | None = None
@@ -205,7 +220,7 @@ class _ExpectedBatch:
     def __len__(self) -> int:
         return len(self._request)
 
-    def join(self, key: Hashable, request: int) -> None:
+    def join(self, key: Hashable, request: int, taken: int = 0) -> None:
         self._request[key] = request
         self._sum += self._idle[request]
         self._active = None
@@ -218,3 +233,7 @@ class _ExpectedBatch:
         if self._active is None:
             self._active = len(self._sum) - float(np.exp(self._sum * _UNIT).sum())
         return self._active
+
+    def used(self) -> npt.NDArray[np.floating[Any]]:
+        used: npt.NDArray[np.float64] = 1 - np.exp(self._sum * _UNIT)
+        return used.reshape(self._geometry.layers, self._geometry.experts)

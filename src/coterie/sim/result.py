@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 
 from coterie.sim.cluster import Cluster
+from coterie.sim.decode import StepTotals
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +27,12 @@ class Row:
         ttft_p50_ms: median time to first token.
         ttft_p99_ms: its 99th percentile.
         active_experts_mean: different experts that a decode step activates in a layer, mean over steps and MoE layers.
-        batch_mean: requests of a decode step, mean over steps.
-        decode_steps: of all workers.
-        busy_share: time in decode steps over the time of all decode workers, from the end of the warm-up until the last
+        busiest_rank_experts_mean: those of them that the rank with most of them holds, mean likewise; without
+            expert-parallel ranks the same.
+        batch_mean: requests of a decode step, of all ranks of a group, mean over steps.
+        decode_steps: of all decode groups.
+        preemptions: requests taken out of a batch for want of KV blocks; one may be counted several times.
+        busy_share: time in decode steps over the time of all decode groups, from the end of the warm-up until the last
             request ended.
     """
 
@@ -43,8 +47,10 @@ class Row:
     ttft_p50_ms: float | None
     ttft_p99_ms: float | None
     active_experts_mean: float | None
+    busiest_rank_experts_mean: float | None
     batch_mean: float | None
     decode_steps: int
+    preemptions: int
     busy_share: float | None
 
 
@@ -59,8 +65,8 @@ def sum_up(cluster: Cluster, layers: int, *, policy: str, rate: float, seed: int
         seed: what was drawn with.
     """
     outcomes, totals = cluster.outcomes, cluster.totals()
-    steps = sum(one.steps for one in totals)
-    active, requests, busy_s = (sum(getattr(one, name) for one in totals) for name in ("active", "requests", "busy_s"))
+    summed = {field.name: sum(getattr(one, field.name) for one in totals) for field in fields(StepTotals)}
+    steps = summed["steps"]
     return Row(
         policy=policy,
         rate=rate,
@@ -72,10 +78,12 @@ def sum_up(cluster: Cluster, layers: int, *, policy: str, rate: float, seed: int
         tpot_p99_ms=_percentile_ms(outcomes.tpot_s, 99),
         ttft_p50_ms=_percentile_ms(outcomes.ttft_s, 50),
         ttft_p99_ms=_percentile_ms(outcomes.ttft_s, 99),
-        active_experts_mean=active / steps / layers if steps else None,
-        batch_mean=requests / steps if steps else None,
-        decode_steps=steps,
-        busy_share=busy_s / ((cluster.end_s - outcomes.since_s) * len(totals)) if steps else None,
+        active_experts_mean=summed["active"] / steps / layers if steps else None,
+        busiest_rank_experts_mean=summed["busiest"] / steps / layers if steps else None,
+        batch_mean=summed["requests"] / steps if steps else None,
+        decode_steps=int(steps),
+        preemptions=int(summed["preemptions"]),
+        busy_share=summed["busy_s"] / ((cluster.end_s - outcomes.since_s) * len(totals)) if steps else None,
     )
 
 

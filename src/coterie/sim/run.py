@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from coterie.errors import ConfigError
 from coterie.routing import Policy
 from coterie.sim.cluster import Cluster, OnDecision
 from coterie.sim.kernel import Kernel
@@ -44,8 +45,10 @@ def simulate(
         on_decision: told of every decision.
 
     Raises:
-        ConfigError: a change names no worker, a time cannot be, or the drift names a domain without requests.
+        ConfigError: a change names no worker, a time cannot be, the drift names a domain without requests, or a
+            decode worker's KV does not hold a whole request.
     """
+    _check_room(population, spec)
     kernel = Kernel()
     cluster = Cluster(
         kernel,
@@ -62,3 +65,12 @@ def simulate(
     kernel.run()
     layers = population.experts.geometry.layers
     return sum_up(cluster, layers, policy=decode.name, rate=traffic.rate_per_s, seed=seed)
+
+
+def _check_room(population: Population, spec: ClusterSpec) -> None:
+    longest = max(request.prompt_tokens + request.output_tokens for request in population.requests)
+    if spec.kv_tokens is not None and longest > spec.kv_tokens // spec.block_tokens * spec.block_tokens:
+        raise ConfigError(
+            f"cluster: kv_tokens of {spec.kv_tokens} hold {spec.kv_tokens // spec.block_tokens} blocks of "
+            f"{spec.block_tokens}; the longest request has {longest} tokens"
+        )

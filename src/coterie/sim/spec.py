@@ -10,19 +10,22 @@ from typing import Literal, get_args
 from coterie.core import Role, WorkerState
 from coterie.errors import ConfigError
 from coterie.latency import HANDOFF_400G, PREFILL_MI300X, QWEN3_30B_MI300X, StepTime, TokenTime
+from coterie.sim.placement import Placement
 
 ROLES: tuple[Role, ...] = get_args(Role)
 
-_TOPOLOGY = re.compile(r"([1-9]\d{0,3})P([1-9]\d{0,3})D")
+_TOPOLOGY = re.compile(r"([1-9]\d{0,3})P([1-9]\d{0,3})D(?:x([1-9]\d{0,2}))?")
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
     """A worker is lost, or comes (back) to the cluster.
 
+    The ranks of an expert-parallel group come and go together, since the experts are spread over all of them.
+
     Attributes:
         time_s: when.
-        worker: its name, such as `decode-3`.
+        worker: its name, such as `decode-3`; that of a group, or of any rank of it.
         kind: `lost` or `joined`.
     """
 
@@ -37,31 +40,40 @@ class ClusterSpec:
 
     Attributes:
         prefill: number of prefill workers, `prefill-0` and so on.
-        decode: number of decode workers, `decode-0` and so on, each an expert-parallel group of its own.
+        decode: number of decode groups, `decode-0` and so on.
+        ranks: data-parallel ranks of each group, `decode-0.0` and so on; with one, the group is the worker.
+        placements: of experts on ranks, one for each group; by default contiguous blocks of experts.
         step_time: of decode steps.
         prefill_time: of a prefill step, by the tokens that it computes.
         handoff_time: from the choice of a decode worker until it holds the prompt's KV, by the prompt's tokens.
         prefill_budget_tokens: most tokens of a prefill step that has more than one prompt.
-        batch_requests: most requests of a decode step.
+        batch_requests: most requests of a decode step, for each rank.
+        graph_sizes: batch sizes, ascending, for which engines captured CUDA graphs: a batch costs as much as the next
+            larger one.  Empty for steps that grow with each request.
+        kv_tokens: tokens whose KV each decode rank holds; None for no limit.
         cache_tokens: tokens that the prefix cache of a prefill worker holds; 0 for none.
         block_tokens: tokens of a KV block.
         prefill_first: whether clients get their first token at the end of prefill, as in ELDR: the handoff then counts
             to TPOT instead of TTFT, and one token less is decoded.  By default it comes from the decode worker, as with
             this gateway.
         notice_s: time until the gateway learns that a worker was lost; requests that it sends there meanwhile fail.
-        absent: workers that are not there at the start.
+        absent: workers that are not there at the start, named as in `Change`.
 
     Raises:
-        ConfigError: a number is out of range, or an absent worker does not exist.
+        ConfigError: a number is out of range, an absent worker does not exist, or placements are not of the groups.
     """
 
     prefill: int
     decode: int
+    ranks: int = 1
+    placements: tuple[Placement, ...] = ()
     step_time: StepTime = QWEN3_30B_MI300X
     prefill_time: TokenTime = PREFILL_MI300X
     handoff_time: TokenTime = HANDOFF_400G
     prefill_budget_tokens: int = 8192
     batch_requests: int = 256
+    graph_sizes: tuple[int, ...] = ()
+    kv_tokens: int | None = None
     cache_tokens: int = 0
     block_tokens: int = 16
     prefill_first: bool = False
@@ -69,29 +81,81 @@ class ClusterSpec:
     absent: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
-        for name in ("prefill", "decode", "prefill_budget_tokens", "batch_requests", "block_tokens"):
+        for name in ("prefill", "decode", "ranks", "prefill_budget_tokens", "batch_requests", "block_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"cluster: {name} must be at least 1, got {getattr(self, name)}")
         if self.cache_tokens < 0 or not (math.isfinite(self.notice_s) and self.notice_s >= 0):
             raise ConfigError(
                 f"cluster: cache_tokens and notice_s must not be negative, got {self.cache_tokens}, {self.notice_s}"
             )
-        if unknown := self.absent - {target.name for role in ROLES for target in self.targets(role)}:
-            raise ConfigError(f"cluster: no worker is named {min(unknown)!r}")
+        if list(self.graph_sizes) != sorted({max(size, 1) for size in self.graph_sizes}):
+            raise ConfigError(f"cluster: graph_sizes must be ascending and above zero, got {self.graph_sizes}")
+        if self.kv_tokens is not None and self.kv_tokens < self.block_tokens:
+            raise ConfigError(
+                f"cluster: kv_tokens must be at least a block of {self.block_tokens}, got {self.kv_tokens}"
+            )
+        self._check_placements()
+        for name in sorted(self.absent):
+            self.members(name)
+
+    def _check_placements(self) -> None:
+        if self.placements and len(self.placements) != self.decode:
+            raise ConfigError(f"cluster: {len(self.placements)} placements for {self.decode} decode groups")
+        for placement in self.placements:
+            if placement.ranks != self.ranks:
+                raise ConfigError(f"cluster: a placement on {placement.ranks} ranks for groups of {self.ranks}")
 
     def targets(self, role: Role) -> list[WorkerState]:
-        """The workers of a role, named as the gateway names them."""
-        names = [f"{role}-{i}" for i in range(self.prefill if role == "prefill" else self.decode)]
-        return [WorkerState(name, name, available=name not in self.absent) for name in names]
+        """The workers of a role as the gateway knows them: names, groups and ranks."""
+        groups = [f"{role}-{i}" for i in range(self.prefill if role == "prefill" else self.decode)]
+        if role == "prefill" or self.ranks == 1:
+            return [WorkerState(group, group, available=group not in self.absent) for group in groups]
+        absent = {name.partition(".")[0] for name in self.absent}
+        return [
+            WorkerState(f"{group}.{rank}", group, rank, available=group not in absent)
+            for group in groups
+            for rank in range(self.ranks)
+        ]
+
+    def members(self, name: str) -> tuple[Role, tuple[str, ...]]:
+        """Role and names of the workers that come and go with the one of this name, or that are in that group.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        for role in ROLES:
+            targets = self.targets(role)
+            group = next((target.group for target in targets if name in (target.name, target.group)), None)
+            if group is not None:
+                return role, tuple(target.name for target in targets if target.group == group)
+        raise ConfigError(f"cluster: no worker is named {name!r}")
 
 
-def parse_topology(text: str) -> tuple[int, int]:
-    """Numbers of prefill and decode workers from a text such as `8P16D`.
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """How many workers there are.
+
+    Attributes:
+        prefill: prefill workers.
+        decode: decode groups.
+        ranks: data-parallel ranks of each group.
+    """
+
+    prefill: int
+    decode: int
+    ranks: int = 1
+
+
+def parse_topology(text: str) -> Topology:
+    """A topology from a text such as `8P16D`, or `2P4Dx8` with groups of 8 ranks.
 
     Raises:
         ConfigError: the text is another.
     """
     found = _TOPOLOGY.fullmatch(text)
     if not found:
-        raise ConfigError(f"topology: {text[:60]!r} is not like 8P16D (8 prefill and 16 decode workers)")
-    return int(found[1]), int(found[2])
+        raise ConfigError(
+            f"topology: {text[:60]!r} is not like 8P16D (8 prefill and 16 decode workers) or 2P4Dx8 (decode groups "
+            "of 8 ranks)"
+        )
+    return Topology(int(found[1]), int(found[2]), int(found[3] or 1))

@@ -1,4 +1,4 @@
-"""Simulated engines: a prefill worker and a decode worker.  Neither knows who sends it requests."""
+"""Simulated engines: what all have in common, and prefill workers.  None knows who sends it requests."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from coterie.latency import StepTime, TokenTime
-from coterie.sim.experts import Experts
+from coterie.latency import TokenTime
 from coterie.sim.kernel import Kernel, Priority
 
 
@@ -24,6 +23,7 @@ class Task:
         output_tokens: tokens to decode.
         on_end: called once, with the task and whether it was done; if not, the worker was lost.
         first_token_s: when its first token was decoded.
+        given: tokens that were decoded before it was last taken out of the batch.
     """
 
     position: int
@@ -32,16 +32,16 @@ class Task:
     output_tokens: int
     on_end: Callable[[Task, bool], None]
     first_token_s: float | None = None
+    given: int = 0
 
 
 class Worker(Protocol):
-    """What a cluster needs of a worker of either role.
+    """What a cluster needs of a worker of either role."""
 
-    Attributes:
-        up: whether it takes tasks.
-    """
-
-    up: bool
+    @property
+    def up(self) -> bool:
+        """Whether it takes tasks."""
+        ...
 
     @property
     def queued(self) -> int:
@@ -95,26 +95,24 @@ class PrefixCache:
             self._used -= gone
 
 
-class _Machine(ABC):
-    """What workers of both roles share: taking tasks, being lost with all of them, and coming back."""
+class Machine(ABC):
+    """What workers of both roles share: being lost with all tasks, and coming back.
+
+    Attributes:
+        up: whether it takes tasks.
+        life: how often it was lost; what a former life began is void.
+    """
 
     def __init__(self) -> None:
         self.up = True
-        self._life = 0
+        self.life = 0
         self._clear()
-
-    def submit(self, task: Task) -> None:
-        """See `Worker.submit`."""
-        if not self.up:
-            task.on_end(task, False)
-            return
-        self._take(task)
 
     def lose(self) -> None:
         """See `Worker.lose`."""
         tasks = self._held()
         self.up = False
-        self._life += 1
+        self.life += 1
         self._clear()
         for task in tasks:
             task.on_end(task, False)
@@ -124,24 +122,18 @@ class _Machine(ABC):
         self.up = True
 
     @abstractmethod
-    def _take(self, task: Task) -> None: ...
-
-    @abstractmethod
     def _held(self) -> list[Task]: ...
 
     @abstractmethod
     def _clear(self) -> None: ...
 
 
-class PrefillWorker(_Machine):
+class PrefillWorker(Machine):
     """Computes prompts: each step takes as many waiting ones as its token budget allows, at least one, in order.
 
         step_s = time(sum of tokens that are not cached)
 
     All prompts of a step are done at its end.
-
-    Attributes:
-        up: whether it takes tasks.
     """
 
     def __init__(self, kernel: Kernel, time: TokenTime, budget_tokens: int, cache: Callable[[], PrefixCache]) -> None:
@@ -161,7 +153,11 @@ class PrefillWorker(_Machine):
         """See `Worker.running`."""
         return len(self._step)
 
-    def _take(self, task: Task) -> None:
+    def submit(self, task: Task) -> None:
+        """See `Worker.submit`."""
+        if not self.up:
+            task.on_end(task, False)
+            return
         self._waiting.append(task)
         self._wake()
 
@@ -177,10 +173,10 @@ class PrefillWorker(_Machine):
     def _wake(self) -> None:
         if not self._awake:
             self._awake = True
-            self._kernel.after(0, Priority.START, self._start, self._life)
+            self._kernel.after(0, Priority.START, self._start, self.life)
 
     def _start(self, life: int) -> None:
-        if life != self._life:
+        if life != self.life:
             return
         tokens = 0
         while self._waiting:
@@ -193,7 +189,7 @@ class PrefillWorker(_Machine):
         self._kernel.after(self._time.seconds(tokens), Priority.END, self._end, life)
 
     def _end(self, life: int) -> None:
-        if life != self._life:
+        if life != self.life:
             return
         done, self._step = self._step, []
         self._awake = False
@@ -201,116 +197,5 @@ class PrefillWorker(_Machine):
             self._cache.store(task.prompt, task.prompt_tokens)
         if self._waiting:
             self._wake()
-        for task in done:
-            task.on_end(task, True)
-
-
-@dataclass(slots=True)
-class StepTotals:
-    """Sums over a worker's decode steps.
-
-    Attributes:
-        steps: their number.
-        requests: sizes of their batches.
-        active: (layer, expert) pairs that they activated.
-        busy_s: seconds that they took.
-    """
-
-    steps: int = 0
-    requests: int = 0
-    active: float = 0.0
-    busy_s: float = 0.0
-
-    def add(self, requests: int, active: float, seconds: float) -> None:
-        """Count a step."""
-        self.steps += 1
-        self.requests += requests
-        self.active += active
-        self.busy_s += seconds
-
-
-class DecodeWorker(_Machine):
-    """Decodes with continuous batching.
-
-    A task first pulls its prompt's KV (`handoff`, however many do so at once), then waits for a place in the batch, in
-    order of arrival; a step begins with all that fit, and gives each one token.
-
-    Attributes:
-        up: whether it takes tasks.
-        totals: sums over its steps.
-    """
-
-    def __init__(self, kernel: Kernel, time: StepTime, handoff: TokenTime, most: int, experts: Experts) -> None:
-        self.totals = StepTotals()
-        self._kernel = kernel
-        self._time = time
-        self._handoff = handoff
-        self._most = most
-        self._experts = experts
-        super().__init__()
-
-    @property
-    def queued(self) -> int:
-        """See `Worker.queued`."""
-        return len(self._pulling) + len(self._waiting)
-
-    @property
-    def running(self) -> int:
-        """See `Worker.running`."""
-        return len(self._batch)
-
-    def _take(self, task: Task) -> None:
-        self._pulling[task] = None
-        self._kernel.after(self._handoff.seconds(task.prompt_tokens), Priority.HANDOFF, self._pulled, task, self._life)
-
-    def _held(self) -> list[Task]:
-        running = [task for tasks in self._ending.values() for task in tasks]
-        return [*running, *self._waiting, *self._pulling]
-
-    def _clear(self) -> None:
-        self._pulling: dict[Task, None] = {}
-        self._waiting: deque[Task] = deque()
-        self._batch = self._experts.batch()
-        self._joined: list[Task] = []
-        self._ending: dict[int, list[Task]] = {}  # by the number of their last step
-        self._number = 0  # of the step that runs or comes next
-        self._awake = False
-
-    def _pulled(self, task: Task, life: int) -> None:
-        if life != self._life:
-            return
-        del self._pulling[task]
-        self._waiting.append(task)
-        if not self._awake:
-            self._awake = True
-            self._kernel.after(0, Priority.START, self._start, life)
-
-    def _start(self, life: int) -> None:
-        if life != self._life:
-            return
-        while self._waiting and len(self._batch) < self._most:
-            task = self._waiting.popleft()
-            self._batch.join(task, task.position)
-            self._joined.append(task)
-            self._ending.setdefault(self._number + task.output_tokens - 1, []).append(task)
-        active = self._batch.step()
-        seconds = self._time.step_s(len(self._batch), active)
-        self.totals.add(len(self._batch), active, seconds)
-        self._kernel.after(seconds, Priority.END, self._end, life)
-
-    def _end(self, life: int) -> None:
-        """Give everyone a token.  Only those that begin or end with it are looked at."""
-        if life != self._life:
-            return
-        for task in self._joined:
-            task.first_token_s = self._kernel.now()
-        self._joined.clear()
-        done = self._ending.pop(self._number, [])
-        self._number += 1
-        for task in done:
-            self._batch.leave(task)
-        self._awake = bool(self._batch or self._waiting)
-        if self._awake:
-            self._kernel.after(0, Priority.START, self._start, life)
         for task in done:
             task.on_end(task, True)
