@@ -11,7 +11,8 @@ from coterie.clock import Clock
 from coterie.core import Decision, Role, RouteRequest, Served, WorkerState
 from coterie.errors import ConfigError, NoWorkerError
 from coterie.metrics import RequestTimeline
-from coterie.routing import Lease, Ledger, Policy, random_stream, route
+from coterie.routing import Background, Lease, Ledger, Policy, random_stream, route
+from coterie.sim.background import BackgroundWork
 from coterie.sim.decode import DecodeGroup, StepTotals
 from coterie.sim.experts import Experts
 from coterie.sim.kernel import Kernel, Priority
@@ -136,6 +137,8 @@ class Cluster:
         decoders = [rank for group in self._groups for rank in group.ranks]
         self._prefill = _Fleet("prefill", spec.targets("prefill"), prefillers, prefill, seed, kernel)
         self._decode = _Fleet("decode", spec.targets("decode"), decoders, decode, seed, kernel)
+        if isinstance(decode, Background):
+            BackgroundWork(kernel, decode, self._decode.ledger)
         self._on_decision = on_decision
         self.end_s = 0.0
         self._arrived = self._finished = self._failed = 0
