@@ -99,6 +99,26 @@ def check_conservation(counts: Counts, covered: int, top_k: int) -> None:
 
 
 @dataclass(frozen=True, slots=True)
+class Reading:
+    """What a worker said of itself a moment ago.
+
+    Attributes:
+        kv_usage: part of its KV cache that is held, from 0 to 1.
+        waiting: requests that wait there for room or for a place in the batch, not those whose KV is on its way.
+
+    Raises:
+        InputError: a value is out of range.
+    """
+
+    kv_usage: float
+    waiting: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.kv_usage <= 1 or self.waiting < 0:
+            raise InputError(f"reading: kv_usage {self.kv_usage}, waiting {self.waiting}; need 0 to 1, and 0 or more")
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerState:
     """What a policy may know of one decode (or prefill) target when it decides.
 
@@ -113,6 +133,7 @@ class WorkerState:
         requests: requests in flight there, by the ledger's own count.
         tokens: prompt plus expected output tokens of those requests.
         assigned: sequence number of the last assignment; 0 if none.  Breaks ties by least recent use.
+        reading: what it last said of itself; None where it said nothing, or too long ago.
     """
 
     name: str
@@ -122,6 +143,7 @@ class WorkerState:
     requests: int = 0
     tokens: int = 0
     assigned: int = 0
+    reading: Reading | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -159,6 +181,7 @@ class Decision:
         scores: similarity (or other figure of merit, higher is better) of each worker considered, by name.
         candidates: names among which load decided.
         detail: what is particular to this request, such as the label it gave; for logs.
+        passed_over: workers that filters kept from the policy, by name, and why; each reason is one of few.
     """
 
     worker: str
@@ -166,6 +189,7 @@ class Decision:
     scores: tuple[tuple[str, float], ...] = ()
     candidates: tuple[str, ...] = ()
     detail: str = ""
+    passed_over: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,11 +11,12 @@ from coterie.core import WorkerState
 from coterie.errors import ConfigError
 from coterie.routing.background import TICK_S, Background, Job
 from coterie.routing.domain import Domain
+from coterie.routing.filters import Filter, KvHeadroom, no_queue
 from coterie.routing.ledger import Lease, LeaseTotals, Ledger, Watcher
 from coterie.routing.load import LeastLoad, PowerOfTwo, Random, RoundRobin
 from coterie.routing.locality import DEFAULT_TAU, Locality, groups_of
 from coterie.routing.marginal import Marginal
-from coterie.routing.policy import Policy, Reads, random_stream, route
+from coterie.routing.policy import Policy, Reads, Shown, random_stream, route
 from coterie.routing.prefix import PREFIX_BYTES, Prefix
 from coterie.routing.refit import DEFAULT_WINDOW_S, LocalityRefit
 
@@ -28,7 +29,9 @@ __all__ = [
     "TICK_S",
     "Background",
     "Domain",
+    "Filter",
     "Job",
+    "KvHeadroom",
     "Lease",
     "LeaseTotals",
     "LeastLoad",
@@ -43,9 +46,11 @@ __all__ = [
     "Random",
     "Reads",
     "RoundRobin",
+    "Shown",
     "Watcher",
     "groups_of",
     "make_policy",
+    "no_queue",
     "random_stream",
     "route",
 ]

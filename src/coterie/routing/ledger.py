@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Protocol, runtime_checkable
 
 from coterie.clock import Clock, SystemClock
-from coterie.core import RouteRequest, Served, WorkerState
+from coterie.core import Reading, RouteRequest, Served, WorkerState
 from coterie.errors import InputError
 
 
@@ -110,9 +110,12 @@ class Ledger:
         self._released = [0] * len(targets)
         self._given = [0] * len(targets)
         self._sequence = 0
+        self._stale_s: dict[int, float] = {}  # when what a worker said is too old
 
     def states(self) -> tuple[WorkerState, ...]:
         """All workers as they are now, in the order of `targets`; later changes do not show in it."""
+        if self._stale_s:
+            self._forget(self._clock.now())
         return tuple(self._states)
 
     def follow(self, policy: object) -> None:
@@ -158,6 +161,16 @@ class Ledger:
         i = self._position(worker)
         self._states[i] = replace(self._states[i], available=available)
 
+    def observe(self, worker: str, reading: Reading, good_for_s: float) -> None:
+        """Note what a worker said of itself.  Its state shows it for this many seconds, unless it says something new.
+
+        Raises:
+            InputError: no worker has this name.
+        """
+        i = self._position(worker)
+        self._states[i] = replace(self._states[i], reading=reading)
+        self._stale_s[i] = self._clock.now() + good_for_s
+
     def totals(self) -> dict[str, LeaseTotals]:
         """Leases given and released since the start, by worker name."""
         return {name: LeaseTotals(self._given[i], self._released[i]) for name, i in self._index.items()}
@@ -178,6 +191,11 @@ class Ledger:
             tokens=state.tokens + sign * (request.prompt_tokens + request.output_tokens),
             assigned=assigned,
         )
+
+    def _forget(self, now_s: float) -> None:
+        for i in [i for i, stale_s in self._stale_s.items() if stale_s <= now_s]:
+            del self._stale_s[i]
+            self._states[i] = replace(self._states[i], reading=None)
 
     def _position(self, worker: str) -> int:
         if worker not in self._index:

@@ -7,13 +7,15 @@ outside itself: who holds what is written by the ledger alone.  Time and chance 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from enum import Enum
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
 from coterie.core import Decision, Role, RouteRequest, WorkerState
 from coterie.errors import NoWorkerError
+from coterie.routing.filters import Filter, apply_filters
 
 
 class Reads(Enum):
@@ -41,10 +43,30 @@ class Policy(Protocol):
         ...
 
 
-def route(policy: Policy, request: RouteRequest, workers: Sequence[WorkerState], rng: np.random.Generator) -> Decision:
+@runtime_checkable
+class Shown(Protocol):
+    """A policy that can say how it stands."""
+
+    def figures(self, now_s: float) -> dict[str, float]:
+        """Numbers by name; those that only grow end in `_total`, all others may go up and down.
+
+        Args:
+            now_s: by the ledger's clock.
+        """
+        ...
+
+
+def route(
+    policy: Policy,
+    request: RouteRequest,
+    workers: Sequence[WorkerState],
+    rng: np.random.Generator,
+    filters: Sequence[Filter] = (),
+) -> Decision:
     """Apply `policy` to the available workers.
 
-    Unavailable workers are filtered before the policy sees them, so no policy can fall back to one.
+    Unavailable workers are left out before the policy sees them, so no policy can fall back to one.  So are those that
+    the filters pass over, as long as one is left.
 
     Raises:
         NoWorkerError: no worker is available.
@@ -53,7 +75,11 @@ def route(policy: Policy, request: RouteRequest, workers: Sequence[WorkerState],
     if not available:
         names = ", ".join(worker.name for worker in workers) or "none configured"
         raise NoWorkerError(f"no worker is available ({names})")
-    return policy.choose(request, available, rng)
+    if not filters:
+        return policy.choose(request, available, rng)
+    kept, passed_over = apply_filters(filters, available)
+    decision = policy.choose(request, kept, rng)
+    return replace(decision, passed_over=passed_over) if passed_over else decision
 
 
 def random_stream(seed: int, role: Role) -> np.random.Generator:
