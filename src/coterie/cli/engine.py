@@ -91,6 +91,12 @@ _PORT = click.IntRange(0, 65535)
     metavar="SECONDS",
     help="The longest that fetching KV, or giving it to a peer that has stopped taking, may take.",
 )
+@click.option(
+    "--log-steps",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="CSV",
+    help="Write measured decode steps here, for `coterie simulate --steps`; workers may share the file.",
+)
 def engine(model: Path, served_model_name: str | None, **options: Any) -> None:
     """Run one worker of the embedded engine on the checkpoint in the folder MODEL, until Ctrl-C.
 

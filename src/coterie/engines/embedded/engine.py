@@ -40,6 +40,7 @@ from coterie.engines.embedded.sampling import Floats, sample
 from coterie.engines.embedded.scheduler import Limits, Scheduler, Step
 from coterie.engines.embedded.stats import Stats, StepTotals, Totals
 from coterie.errors import ConfigError, EngineError, RequestError
+from coterie.latency import StepPoint
 
 LONGEST_WAIT_S = 86_400.0
 """A day: neither a lease nor the fetching of KV may last longer."""
@@ -94,6 +95,8 @@ class Engine:
         on_load: hears in the engine's thread of blocks to fill from outside; it must not block, and `loaded` or
             `load_failed` must be called for each.
         after_step: called in the engine's thread after the sinks of a step were.
+        on_decode: told in the engine's thread of each step that computed one token of each of its requests, with the
+            time by the clock; it must not block for long.
     """
 
     def __init__(
@@ -107,6 +110,7 @@ class Engine:
         clock: Clock | None = None,
         on_load: Callable[[LoadJob], None] | None = None,
         after_step: Callable[[], None] = _nothing,
+        on_decode: Callable[[StepPoint], None] | None = None,
     ) -> None:
         self.config = config
         self._model = model
@@ -116,6 +120,7 @@ class Engine:
         self._clock = clock or SystemClock()
         self._on_load = on_load
         self._after_step = after_step
+        self._on_decode = on_decode
         self._pool = BlockPool(config.blocks, config.block_size)
         self._scheduler = Scheduler(self._pool, config.limits)
         self._runner = Runner(model, kv, config.block_size)
@@ -226,7 +231,7 @@ class Engine:
 
     def step(self) -> bool:
         """Take what was ordered and compute one step; False where there was nothing to compute."""
-        began_s = time.thread_time()
+        began_s, cpu_s = self._clock.now(), time.thread_time()
         self._take_orders()
         step = self._scheduler.plan()
         self._runner.restart(step.fresh)
@@ -234,11 +239,13 @@ class Engine:
             assert self._on_load is not None, "checked when it was submitted"
             self._on_load(job)
         if step.work:
+            before = self._steps
             computed = self._runner.run(step)
             self._scheduler.done(step)
             self._note(step, computed)
             self._sample(step, computed)
-            self._count(step, time.thread_time() - began_s)
+            self._count(step, time.thread_time() - cpu_s)
+            self._tell_decode(step, before, self._clock.now() - began_s)
         self._after_step()
         return bool(step.work)
 
@@ -250,6 +257,12 @@ class Engine:
             tuple(self._runner.active_experts.tolist()),
             before.step_cpu_s + cpu_s,
         )
+
+    def _tell_decode(self, step: Step, before: StepTotals, seconds: float) -> None:
+        if self._on_decode is None or any(work.length > 1 for work in step.work):
+            return
+        active = sum(self._steps.active_experts) - sum(before.active_experts)
+        self._on_decode(StepPoint(len(step.work), active, seconds))
 
     def _note(self, step: Step, computed: Computed) -> None:
         """Remember the experts that are wanted, while the blocks are as the step left them."""

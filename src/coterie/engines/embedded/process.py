@@ -26,12 +26,17 @@ from coterie.engines.embedded.metrics import Metrics
 from coterie.engines.embedded.pulls import Puller, Transport
 from coterie.engines.embedded.scheduler import Limits
 from coterie.engines.embedded.server import app
+from coterie.engines.embedded.step_log import StepLog
 from coterie.engines.embedded.text import Tokenizer
 from coterie.engines.embedded.worker import Worker, WorkerRole
 from coterie.errors import ConfigError, EngineError
 from coterie.http_server import listen, serving_app, url_of
+from coterie.latency import StepPoint
 from coterie.modeling import Model, prepare
 from coterie.modeling.prepare import Progress, open_weights
+
+OnDecode = Callable[[StepPoint], None]
+"""Is told of each decode step."""
 
 _ANY = ("", "0.0.0.0", "::")  # noqa: S104 - refused
 _GRACE_S = 2
@@ -65,6 +70,7 @@ class WorkerConfig:
         max_num_seqs: most requests that run at once.
         max_batched_tokens: most tokens of a step.
         prefix_caching: whether KV is found again by its tokens.
+        log_steps: file for measured decode steps; None for none.
 
     Raises:
         ConfigError: `kv_host` is no address of one host, or `kv_timeout_s` is out of range.
@@ -89,6 +95,7 @@ class WorkerConfig:
     max_num_seqs: int = 64
     max_batched_tokens: int = 512
     prefix_caching: bool = True
+    log_steps: Path | None = None
 
     def __post_init__(self) -> None:
         if self.kv_host in _ANY:
@@ -111,9 +118,20 @@ def run(config: WorkerConfig, *, on_ready: Callable[[str], None], progress: Prog
         CoterieError: the worker cannot start, or its engine has stopped by itself.
     """
     folder = config.weights_dir or default_weights_dir(config.model)
-    weights = prepare(config.model, folder, pad_intermediate=config.pad_intermediate, progress=progress)
-    model, tokenizer = Model.open(weights), Tokenizer.load(config.model)
-    uvloop.run(_run(config, model, tokenizer, open_weights(weights).header.source, on_ready))
+    with _step_log(config.log_steps) as on_decode:
+        weights = prepare(config.model, folder, pad_intermediate=config.pad_intermediate, progress=progress)
+        model, tokenizer = Model.open(weights), Tokenizer.load(config.model)
+        uvloop.run(_run(config, model, tokenizer, open_weights(weights).header.source, on_ready, on_decode))
+
+
+@contextlib.contextmanager
+def _step_log(path: Path | None) -> Iterator[OnDecode | None]:
+    log = StepLog(path) if path else None
+    try:
+        yield log.add if log else None
+    finally:
+        if log:
+            log.close()
 
 
 def default_weights_dir(model: Path) -> Path:
@@ -124,7 +142,12 @@ def default_weights_dir(model: Path) -> Path:
 
 
 async def _run(
-    config: WorkerConfig, model: Model, tokenizer: Tokenizer, source: str, on_ready: Callable[[str], None]
+    config: WorkerConfig,
+    model: Model,
+    tokenizer: Tokenizer,
+    source: str,
+    on_ready: Callable[[str], None],
+    on_decode: OnDecode | None,
 ) -> None:
     sys.setswitchinterval(_SWITCH_S)
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
@@ -132,7 +155,7 @@ async def _run(
         loop.add_signal_handler(number, stop.set)
     with listen(config.host, config.port, "port") as listener, _kv_file(config, model, source) as kv:
         async with (
-            _worker(config, model, tokenizer, kv) as worker,
+            _worker(config, model, tokenizer, kv, on_decode) as worker,
             serving_app(app(worker), listener, grace_s=_GRACE_S),
         ):
             on_ready(url_of(listener))
@@ -160,7 +183,9 @@ def _kv_file(config: WorkerConfig, model: Model, source: str) -> Iterator[KvFile
 
 
 @contextlib.asynccontextmanager
-async def _worker(config: WorkerConfig, model: Model, tokenizer: Tokenizer, kv: KvFile) -> AsyncIterator[Worker]:
+async def _worker(
+    config: WorkerConfig, model: Model, tokenizer: Tokenizer, kv: KvFile, on_decode: OnDecode | None
+) -> AsyncIterator[Worker]:
     """The running parts of a worker; its engine is closed by the time it is left."""
     mailbox = Mailbox(asyncio.get_running_loop())
     puller = Puller(kv, config.kv_transport, config.kv_timeout_s)
@@ -173,6 +198,7 @@ async def _worker(config: WorkerConfig, model: Model, tokenizer: Tokenizer, kv: 
         rng=np.random.default_rng(),
         on_load=lambda job: loads.start(engine, job),
         after_step=mailbox.flush,
+        on_decode=on_decode,
     )
     kv_server = KvServer(kv, engine, patience_s=config.kv_timeout_s)
     if config.role != "decode":
