@@ -2,7 +2,7 @@
 
 One trace goes through the gateway, whose workers' connections are replaced by simulated engines and whose time is the
 simulation's, and once more through `sim`.  All that the policies were shown and all that they decided must be equal:
-requests, the states of the workers, decisions, in this order.
+requests, the states of the workers, decisions, in this order.  Work beside the decisions takes simulated time in both.
 """
 
 import asyncio
@@ -22,8 +22,9 @@ from coterie.gateway.gateway import Gateway
 from coterie.gateway.http1 import ResponseHead
 from coterie.gateway.upstream import UpstreamError
 from coterie.latency import StepTime, TokenTime
-from coterie.routing import DECODE_POLICIES, Watcher, make_policy
+from coterie.routing import DECODE_POLICIES, Background, Watcher, make_policy
 from coterie.sim import Change, ClusterSpec, Population, Stream, population_of, simulate
+from coterie.sim.background import BackgroundWork
 from coterie.sim.cluster import new_prefill_worker, task_of
 from coterie.sim.decode import DecodeGroup
 from coterie.sim.kernel import Kernel, Priority
@@ -75,7 +76,7 @@ def policies(decode):
 
 
 class Recorded:
-    """A policy that keeps what it was shown and what it said; what it is told of leases it tells on."""
+    """A policy that keeps what it was shown and what it said; all else it passes on."""
 
     def __init__(self, role, policy, log):
         self.name, self.reads = policy.name, policy.reads
@@ -89,6 +90,12 @@ class Recorded:
     def released(self, lease, served, now_s):
         if self._watcher is not None:
             self._watcher.released(lease, served, now_s)
+
+    def due(self, workers, now_s):
+        return self._policy.due(workers, now_s) if isinstance(self._policy, Background) else None
+
+    def install(self, outcome, now_s):
+        self._policy.install(outcome, now_s)
 
     def choose(self, request: RouteRequest, workers, rng):
         decision = self._policy.choose(request, workers, rng)
@@ -163,7 +170,8 @@ class Replay:
             role: tuple(f"http://{role}-{i}:1" for i in range(getattr(SPEC, role))) for role in ("prefill", "decode")
         }
         config = GatewayConfig(**urls, seed=SEED, keep_decisions=0, log_requests=False)
-        self.kernel, self.gateway = Kernel(), Gateway(config, VllmNixl())
+        self.kernel = Kernel()
+        self.gateway = Gateway(config, VllmNixl(), self.kernel)
         self.arrivals, self.decoding, self.waiting, self.tasks = {}, set(), set(), []
         self.engines = {}
         for fleet, policy in zip((self.gateway.prefill, self.gateway.decode), policies(decode).values(), strict=True):
@@ -179,6 +187,7 @@ class Replay:
         return DecodeGroup(self.kernel, SPEC, POPULATION.experts).ranks[0]
 
     async def run(self):
+        BackgroundWork(self.kernel, self.gateway.decode.policy, self.gateway.decode.ledger)
         for change in CHANGES:
             self.kernel.at(change.time_s, Priority.CHANGE, self.change, change)
         self.feed(arrivals(POPULATION, TRAFFIC, SEED))
@@ -254,3 +263,13 @@ def test_gateway_and_simulator_show_policies_the_same_and_so_decide_alike(decode
     assert sum(role == "decode" for role, *_ in log) > 80
     assert row.failed > 5  # the lost workers were in use
     assert max(state.requests for _, _, workers, _ in log for state in workers) > 5
+
+
+def test_centroids_are_refitted_to_the_pool_while_the_two_are_compared():
+    decode = policies("locality_refit")["decode"]
+    simulate(
+        POPULATION, TRAFFIC, SPEC, prefill=policies("locality")["prefill"], decode=decode, seed=SEED, changes=CHANGES
+    )
+    figures = decode.figures(1.5)
+    assert figures["refits_installed_total"] >= 2
+    assert figures["centroids"] == 4

@@ -27,7 +27,7 @@ def _option(name: str, hint: Any) -> click.Option:
         return click.Option([flag, name], multiple=True, metavar="URL", help=text)
     if typing.get_origin(hint) is typing.Literal:
         return click.Option([flag, name], type=click.Choice(typing.get_args(hint)), help=text + shown)
-    kind = hint if hint in (int, float) else str
+    kind = next((kind for kind in (int, float) if kind in (hint, *typing.get_args(hint))), str)
     return click.Option([flag, name], type=kind, help=text + shown)
 
 
@@ -69,7 +69,7 @@ def _announce(served: Serving) -> None:
     else:
         click.echo("profile   none")
     click.echo(f"serving   {served.url}")
-    click.echo(f"admin     {served.admin_url}/metrics /workers /decisions /config /health")
+    click.echo(f"admin     {served.admin_url}/metrics /workers /decisions /policies /config /health")
 
 
 _hints = typing.get_type_hints(GatewayConfig)

@@ -14,6 +14,7 @@ from starlette.routing import Route
 
 from coterie.gateway.gateway import Gateway
 from coterie.gateway.workers import Fleet
+from coterie.routing import Shown
 
 
 def admin_app(gateway: Gateway) -> Starlette:
@@ -31,13 +32,22 @@ def admin_app(gateway: Gateway) -> Starlette:
     async def decisions(_: Request) -> Response:
         return JSONResponse({"decisions": gateway.dispatcher.decisions.entries()})
 
+    async def policies(_: Request) -> Response:
+        return JSONResponse({"policies": [_policy(fleet) for fleet in (gateway.prefill, gateway.decode)]})
+
     async def config(_: Request) -> Response:
         return JSONResponse(
             {**dataclasses.asdict(gateway.config), "decode_policy": gateway.config.resolved_decode_policy}
         )
 
-    endpoints = (health, metrics, workers, decisions, config)
+    endpoints = (health, metrics, workers, decisions, policies, config)
     return Starlette(routes=[Route(f"/{endpoint.__name__}", endpoint) for endpoint in endpoints])
+
+
+def _policy(fleet: Fleet) -> dict[str, Any]:
+    policy = fleet.policy
+    figures: dict[str, float] = policy.figures(fleet.clock.now()) if isinstance(policy, Shown) else {}
+    return {"role": fleet.role, "name": None if policy is None else policy.name, "figures": figures}
 
 
 def _rows(fleet: Fleet) -> Iterator[dict[str, Any]]:
@@ -51,5 +61,6 @@ def _rows(fleet: Fleet) -> Iterator[dict[str, Any]]:
             "problem": worker.problem,
             "requests": state.requests,
             "tokens": state.tokens,
+            "reading": None if state.reading is None else dataclasses.asdict(state.reading),
             "connections": len(worker.pool.connections),
         }

@@ -34,6 +34,18 @@ class GatewayConfig:
     profile: str | None = _option(None, "Routing profile, as written by `coterie fit`.")
     trace: str | None = _option(None, "Labelled activation trace, for --decode-policy domain.")
     tau: float = _option(0.1, "Width of the locality band: similarity to give up for a less loaded worker.")
+    refit_window_s: float = _option(
+        5.0, "How far back locality_refit looks for requests to refit its centroids to; twice in each window."
+    )
+    kv_limit: float | None = _option(
+        None, "Pass over decode workers whose KV cache is fuller than this part, 0 to 1, while another is not."
+    )
+    pass_over_queues: bool = _option(
+        False, "Pass over decode workers where requests wait for room, while none waits at another."
+    )
+    reading_interval_s: float = _option(
+        1.0, "Time between two readings of each decode worker's metrics, for --kv-limit and --pass-over-queues."
+    )
     on_mismatch: Literal["error", "load"] = _option(
         "error", "Profile that does not fit the workers: refuse to start, or route by load only."
     )
@@ -68,6 +80,8 @@ class GatewayConfig:
         for name in ("port", "admin_port"):
             if not 0 <= getattr(self, name) <= 65535:
                 raise ConfigError(f"{name}: must be from 0 to 65535, got {getattr(self, name)}")
+        if self.kv_limit is not None and not 0 < self.kv_limit <= 1:
+            raise ConfigError(f"kv_limit: must be above 0 and at most 1, got {self.kv_limit}")
         if self.keep_decisions < 0 or self.seed < 0:
             raise ConfigError(f"keep_decisions and seed must not be negative, got {self.keep_decisions}, {self.seed}")
 
@@ -75,6 +89,11 @@ class GatewayConfig:
     def resolved_decode_policy(self) -> str:
         """The decode policy in effect."""
         return self.decode_policy or ("locality" if self.profile else "least_load")
+
+    @property
+    def reads_workers(self) -> bool:
+        """Whether decode workers' metrics are needed."""
+        return self.kv_limit is not None or self.pass_over_queues
 
 
 FIELDS = {field.name: field for field in dataclasses.fields(GatewayConfig)}

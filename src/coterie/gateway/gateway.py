@@ -8,6 +8,7 @@ import time
 
 import msgspec
 
+from coterie.clock import Clock, SystemClock
 from coterie.engines.base import Engine
 from coterie.errors import CoterieError, RequestError
 from coterie.gateway.client import ClientConnection, ClientLimits, Reply, Request
@@ -29,6 +30,11 @@ _requests_log = logging.getLogger("coterie.requests")
 class Gateway:
     """Everything that one gateway process holds.
 
+    Args:
+        config: its configuration.
+        engine: the dialect of its workers.
+        clock: what its ledgers and policies read; by default the machine's.
+
     Attributes:
         config: its configuration.
         engine: the dialect of its workers.
@@ -39,11 +45,12 @@ class Gateway:
         clients: open client connections.
     """
 
-    def __init__(self, config: GatewayConfig, engine: Engine) -> None:
+    def __init__(self, config: GatewayConfig, engine: Engine, clock: Clock | None = None) -> None:
+        clock = clock or SystemClock()
         self.config = config
         self.engine = engine
-        self.prefill = Fleet("prefill", config.prefill, config)
-        self.decode = Fleet("decode", config.decode, config)
+        self.prefill = Fleet("prefill", config.prefill, config, clock)
+        self.decode = Fleet("decode", config.decode, config, clock)
         self.metrics = Metrics((self.prefill, self.decode))
         self.dispatcher = Dispatcher(engine, self.prefill, self.decode, config, self.metrics)
         self.clients: set[ClientConnection] = set()

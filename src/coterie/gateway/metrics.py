@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from coterie.core import Decision, Role
 from coterie.gateway.workers import Fleet
+from coterie.routing import Shown
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _MOST_LABELS = 100
@@ -40,7 +41,7 @@ class Labelled:
 
 
 class _FleetCollector(Collector):
-    """Reads the ledgers when scraped, so that requests pay nothing for these gauges."""
+    """Reads ledgers and policies when scraped, so that requests pay nothing for these figures."""
 
     def __init__(self, fleets: Iterable[Fleet]) -> None:
         self._fleets = tuple(fleets)
@@ -52,13 +53,28 @@ class _FleetCollector(Collector):
         tokens = GaugeMetricFamily(
             "coterie_in_flight_tokens", "Prompt and expected output tokens the worker holds.", labels=labels
         )
+        kv_usage = GaugeMetricFamily("coterie_worker_kv_usage", "KV cache that is held; 1 is all.", labels=labels)
+        waiting = GaugeMetricFamily("coterie_worker_waiting", "Requests that wait for room there.", labels=labels)
         for fleet in self._fleets:
             for state in fleet.ledger.states():
                 where = (fleet.role, state.name)
                 available.add_metric(where, float(state.available))
                 requests.add_metric(where, state.requests)
                 tokens.add_metric(where, state.tokens)
-        yield from (available, requests, tokens)
+                if state.reading is not None:
+                    kv_usage.add_metric(where, state.reading.kv_usage)
+                    waiting.add_metric(where, state.reading.waiting)
+        yield from (available, requests, tokens, kv_usage, waiting)
+        for fleet in self._fleets:
+            yield from _of_policy(fleet)
+
+
+def _of_policy(fleet: Fleet) -> Iterator[Metric]:
+    if not isinstance(fleet.policy, Shown):
+        return
+    for name, value in fleet.policy.figures(fleet.clock.now()).items():
+        family = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+        yield family(f"coterie_{name}", f"Of the {fleet.role} policy {fleet.policy.name}.", value=value)
 
 
 class Metrics:
@@ -68,6 +84,8 @@ class Metrics:
         registry: what `/metrics` renders.
         requests: requests by path and status.
         decisions: choices by role, worker and reason.
+        passed_over: times a filter kept a decode worker from the policy, by worker and reason.
+        reading_failures: readings of decode workers' metrics that failed, by worker.
         errors: transport errors by worker and kind.
         released: handoffs released without decoding, by outcome.
         disconnects: clients that left, by what was going on.
@@ -83,6 +101,8 @@ class Metrics:
         self.registry.register(_FleetCollector(fleets))
         self.requests = self._counter("requests", "Requests by path and status.", "path", "status")
         self.decisions = self._counter("decisions", "Choices of a worker.", "role", "worker", "reason")
+        self.passed_over = self._counter("passed_over", "Times a filter passed a worker over.", "worker", "reason")
+        self.reading_failures = self._counter("reading_failures", "Readings of metrics that failed.", "worker")
         self.errors = self._counter("transport_errors", "Workers that could not be talked to.", "worker", "kind")
         self.released = self._counter("handoffs_released", "Handoffs released without decoding.", "outcome")
         self.disconnects = self._counter("client_disconnects", "Clients that left early.", "window")
@@ -95,6 +115,8 @@ class Metrics:
     def decided(self, role: Role, decision: Decision) -> None:
         """Count a decision under its rule; its particulars are left to the admin side and the log."""
         self.decisions.inc(role, decision.worker, decision.reason)
+        for worker, reason in decision.passed_over:
+            self.passed_over.inc(worker, reason)
 
     def _counter(self, name: str, text: str, *labels: str) -> Labelled:
         return Labelled(self.registry, f"coterie_{name}", text, labels)

@@ -17,9 +17,11 @@ from coterie.activations import ActivationTrace
 from coterie.calibration import Profile
 from coterie.engines.base import Engine
 from coterie.gateway.admin import admin_app
+from coterie.gateway.background import work
 from coterie.gateway.config import GatewayConfig
 from coterie.gateway.gateway import Gateway
 from coterie.gateway.health import watch
+from coterie.gateway.readings import read
 from coterie.gateway.startup import start_up
 from coterie.http_server import BACKLOG, listen, serving_app, url_of
 
@@ -109,7 +111,10 @@ async def _clients(gateway: Gateway, listener: socket.socket) -> AsyncIterator[N
 
 @contextlib.asynccontextmanager
 async def _watchers(gateway: Gateway) -> AsyncIterator[None]:
-    tasks = [asyncio.create_task(watch(gateway, worker)) for worker in gateway.workers]
+    endless = [work(gateway.decode), *(watch(gateway, worker) for worker in gateway.workers)]
+    if gateway.config.reads_workers:
+        endless += [read(gateway, worker) for worker in gateway.decode.workers.values()]
+    tasks = [asyncio.create_task(one) for one in endless]
     try:
         yield
     finally:

@@ -12,7 +12,7 @@ from coterie.errors import EngineError, ProfileError
 from coterie.gateway.gateway import Gateway
 from coterie.gateway.probe import ProbeError, Prober
 from coterie.gateway.workers import Worker
-from coterie.routing import LeastLoad, Policy, make_policy
+from coterie.routing import LeastLoad, Locality, LocalityRefit, Policy, make_policy
 
 _POLL_S = 0.5
 _log = logging.getLogger("coterie.gateway")
@@ -35,6 +35,7 @@ async def start_up(gateway: Gateway, profile: Profile | None, trace: ActivationT
         trace=trace,
         tau=config.tau,
         on_mismatch=config.on_mismatch,
+        refit_window_s=config.refit_window_s,
     )
     decode.policy = policy
     prober = Prober(gateway.engine, config)
@@ -43,7 +44,7 @@ async def start_up(gateway: Gateway, profile: Profile | None, trace: ActivationT
         prefill.set_problem(worker, "not yet probed")
         await _admit_prefill(gateway, prober, worker)
     _require_each_role(gateway)
-    if profile is not None and policy.name == "locality":
+    if profile is not None and isinstance(policy, (Locality, LocalityRefit)):
         decode.policy = _fitting_policy(gateway, prober, profile, policy)
     for worker in gateway.workers:
         if worker.problem is not None:

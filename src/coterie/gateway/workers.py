@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from coterie.clock import Clock
 from coterie.core import Decision, Role, RouteRequest, WorkerState
 from coterie.gateway.config import GatewayConfig
 from coterie.gateway.pool import Pool
-from coterie.routing import Ledger, Policy, random_stream, route
+from coterie.routing import Filter, KvHeadroom, Ledger, Policy, no_queue, random_stream, route
 
 
 class Worker:
@@ -41,15 +42,18 @@ class Fleet:
         role: "prefill" or "decode".
         workers: by name.
         ledger: who holds what.
+        clock: the ledger's and the policy's.
     """
 
-    def __init__(self, role: Role, urls: tuple[str, ...], config: GatewayConfig) -> None:
+    def __init__(self, role: Role, urls: tuple[str, ...], config: GatewayConfig, clock: Clock) -> None:
         self.role = role
+        self.clock = clock
         self.workers = {f"{role}-{i}": Worker(f"{role}-{i}", role, url, config) for i, url in enumerate(urls)}
         self.targets = [WorkerState(name=name, group=name, available=False) for name in self.workers]
-        self.ledger = Ledger(self.targets)
+        self.ledger = Ledger(self.targets, clock)
         self._policy: Policy | None = None
         self._rng = random_stream(config.seed, role)
+        self._filters = _filters(config) if role == "decode" else ()
 
     @property
     def policy(self) -> Policy | None:
@@ -68,7 +72,7 @@ class Fleet:
             NoWorkerError: none is available.
         """
         assert self.policy is not None
-        decision = route(self.policy, request, self.ledger.states(), self._rng)
+        decision = route(self.policy, request, self.ledger.states(), self._rng, self._filters)
         return self.workers[decision.worker], decision
 
     def available(self) -> list[Worker]:
@@ -79,3 +83,8 @@ class Fleet:
         """Take a worker out for a reason, or back in with None."""
         worker.problem = problem
         self.ledger.set_available(worker.name, problem is None)
+
+
+def _filters(config: GatewayConfig) -> tuple[Filter, ...]:
+    headroom = () if config.kv_limit is None else (KvHeadroom(config.kv_limit),)
+    return (*headroom, no_queue) if config.pass_over_queues else headroom

@@ -39,7 +39,3 @@ class Background(Protocol):
     def install(self, outcome: Any, now_s: float) -> None:
         """Take what the last job found."""
         ...
-
-    def figures(self, now_s: float) -> dict[str, float]:
-        """How it stands, by name: counts that only grow end in `_total`, all others are gauges."""
-        ...

@@ -129,16 +129,16 @@ class LocalityRefit:
             self._installed_s = now_s
 
     def figures(self, now_s: float) -> dict[str, float]:
-        """See `Background.figures`.
+        """See `Shown.figures`.
 
-        `gain` and `gain_z` are those of the last test (`Gain`), `window_requests` what the window holds, and
-        `centroids_age_seconds` the time since centroids were installed; what there is none of is left out.
+        `refit_gain` and its standard error are those of the last test (`Gain`), `refit_window_requests` what the window
+        holds, and `centroids_age_seconds` the time since centroids were installed; what there is none of is left out.
         """
-        found: dict[str, float] = {f"fits_{verdict}_total": count for verdict, count in self._fits.items()}
-        found["window_requests"] = len(self._window)
+        found: dict[str, float] = {f"refits_{verdict}_total": count for verdict, count in self._fits.items()}
+        found["refit_window_requests"] = len(self._window)
         found["centroids"] = len(self._partition.centroids)
         if self._gain is not None:
-            found |= {"gain": self._gain.mean, "gain_z": self._gain.z}
+            found |= {"refit_gain": self._gain.mean, "refit_gain_error": self._gain.error}
         if self._installed_s is not None:
             found["centroids_age_seconds"] = now_s - self._installed_s
         return found
