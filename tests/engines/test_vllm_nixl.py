@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coterie import wire
-from coterie.core import ExpertCounts, ModelGeometry
+from coterie.core import ExpertCounts, ModelGeometry, Reading
 from coterie.engines.vllm_nixl import CHAT, COMPLETIONS, VllmNixl, kv_transfer_config
 from coterie.errors import EngineError, RequestError, WireError
 
@@ -199,6 +199,38 @@ def test_the_models_are_read() -> None:
     assert engine.model_ids(b'{"object": "list", "data": [{"id": "a", "x": 1}, {"id": "b"}]}') == ["a", "b"]
     with pytest.raises(EngineError):
         engine.model_ids(b"{}")
+
+
+METRICS = b"""# HELP vllm:kv_cache_usage_perc KV-cache usage.
+# TYPE vllm:kv_cache_usage_perc gauge
+vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.25
+vllm:kv_cache_usage_perc{engine="1",model_name="m"} 0.5
+vllm:num_requests_waiting{engine="0",model_name="m"} 9.0
+vllm:num_requests_waiting_by_reason{engine="0",model_name="m",reason="capacity"} 2.0
+vllm:num_requests_waiting_by_reason{engine="0",model_name="m",reason="deferred"} 7.0
+vllm:num_requests_waiting_by_reason{engine="1",model_name="m",reason="capacity"} 1.0
+"""
+
+
+def test_load_is_the_fullest_engines_kv_and_the_sum_of_those_that_wait_for_room() -> None:
+    assert engine.reading(METRICS) == Reading(0.5, 3)
+
+
+@pytest.mark.parametrize(
+    ("there", "instead", "words"),
+    [
+        (b"vllm:kv_cache_usage_perc", b"vllm:gpu_cache_usage_perc", "do not show vllm:kv_cache_usage_perc"),
+        (b"_by_reason", b"_by_whim", "do not show vllm:num_requests_waiting_by_reason"),
+        (b"} 0.5\n", b"} half\n", "cannot be read"),
+        (b"} 0.5\n", b"\n", "cannot be read"),
+        (b"} 0.5\n", b"} 1.5\n", "cannot be right"),
+        (b"} 2.0\n", b"} nan\n", "cannot be right"),
+        (b"} 2.0\n", b"} inf\n", "cannot be right"),
+    ],
+)
+def test_load_that_is_missing_or_cannot_be_is_refused(there: bytes, instead: bytes, words: str) -> None:
+    with pytest.raises(EngineError, match=words):
+        engine.reading(METRICS.replace(there, instead))
 
 
 def test_prefill_servers_run_the_counts_connector_beside_nixl_and_decode_servers_nixl_alone() -> None:

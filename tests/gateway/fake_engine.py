@@ -117,7 +117,7 @@ async def serve_well(engine: FakeEngine, exchange: Exchange) -> None:
 class FakeEngine:
     """One fake server; a prefill and a decode server in one, as vLLM is.
 
-    Set `answer` to replace how requests are answered; `health` and `models` for the probes.
+    Set `answer` to replace how requests are answered; `health` and `models` for the probes, `metrics` for readings.
     """
 
     def __init__(self, kv: Kv | None = None, *, counts: ExpertCounts | None = None) -> None:
@@ -125,6 +125,7 @@ class FakeEngine:
         self.counts = counts
         self.envelope: Any = None
         self.health = 200
+        self.metrics = b""
         self.models = ["tiny"]
         self.token_delay_s = 0.0
         self.answer: Answer = serve_well
@@ -190,6 +191,8 @@ class FakeEngine:
         if method == "GET":
             if target == "/health":
                 exchange.full(self.health, b"")
+            elif target == "/metrics":
+                exchange.full(200, self.metrics, b"content-type: text/plain\r\n")
             else:
                 exchange.full(200, json.dumps({"object": "list", "data": [{"id": m} for m in self.models]}).encode())
             return True

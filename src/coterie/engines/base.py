@@ -11,7 +11,7 @@ from typing import Protocol
 
 import msgspec
 
-from coterie.core import ExpertCounts
+from coterie.core import ExpertCounts, Reading
 
 Fields = dict[str, msgspec.Raw]
 """A JSON object with its values unread: what coterie does not know passes through byte for byte."""
@@ -67,6 +67,11 @@ class Engine(Protocol):
         ...
 
     @property
+    def metrics_path(self) -> str:
+        """Path that shows a server's metrics."""
+        ...
+
+    @property
     def models_path(self) -> str:
         """Path that lists the models a server has."""
         ...
@@ -109,6 +114,14 @@ class Engine(Protocol):
 
     def release_body(self, call: Call, handoff: Handoff) -> bytes:
         """Body for a decode server that makes the prefill server free a handoff nobody will decode."""
+        ...
+
+    def reading(self, reply: bytes) -> Reading:
+        """What a reply of `metrics_path` says of the server's load.
+
+        Raises:
+            EngineError: a figure is not there, or is none.
+        """
         ...
 
     def model_ids(self, reply: bytes) -> list[str]:

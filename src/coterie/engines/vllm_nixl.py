@@ -8,14 +8,15 @@ known, which is where routing by experts belongs.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Literal, TypeVar
 
 import msgspec
 
 from coterie import wire
-from coterie.core import ExpertCounts
+from coterie.core import ExpertCounts, Reading
 from coterie.engines.base import Call, Fields, Handoff
-from coterie.errors import EngineError, RequestError, WireError
+from coterie.errors import EngineError, InputError, RequestError, WireError
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -26,6 +27,11 @@ _NOT_FOR_CLIENTS = ("kv_transfer_params", "ec_transfer_params", "bootstrap_", "r
 
 _XARGS = "vllm_xargs"
 """vLLM puts this field's entries where it keeps `kv_transfer_params` itself, without looking at their names."""
+
+_KV_USAGE = b"vllm:kv_cache_usage_perc"
+_WAITING = b"vllm:num_requests_waiting_by_reason"
+_FOR_ROOM = b'reason="capacity"'
+"""The other reason, "deferred", holds those whose KV is on its way: in a decode server nearly all that wait."""
 
 _NOT_FOR_PREFILL = ("stream_options", "min_tokens", "min_completion_tokens", "max_completion_tokens", "best_of")
 
@@ -112,6 +118,7 @@ class VllmNixl:
 
     paths = frozenset({COMPLETIONS, CHAT})
     health_path = "/health"
+    metrics_path = "/metrics"
     models_path = "/v1/models"
 
     def parse(self, path: str, body: bytes) -> Call:
@@ -183,12 +190,35 @@ class VllmNixl:
         """The real request with one output token: pulling the KV is what makes the prefill server free it."""
         return _encode({**msgspec.json.decode(self.prefill_body(call), type=Fields), _PARAMS: handoff.params})
 
+    def reading(self, reply: bytes) -> Reading:
+        """Read a reply of `/metrics`; of several engines in one server the fullest, and the sum of their queues."""
+        usage = [value for _, value in _samples(reply, _KV_USAGE)]
+        waiting = [value for labels, value in _samples(reply, _WAITING) if _FOR_ROOM in labels]
+        if not usage or not waiting:
+            missing = (_WAITING if usage else _KV_USAGE).decode()
+            raise EngineError(f"the metrics do not show {missing}")
+        try:
+            return Reading(max(usage), round(sum(waiting)))
+        except (InputError, ValueError, OverflowError) as error:
+            raise EngineError(f"the metrics cannot be right: {error}") from None
+
     def model_ids(self, reply: bytes) -> list[str]:
         """Read a reply of `/v1/models`; see `Engine.model_ids`."""
         try:
             return [model.id for model in _models.decode(reply).data]
         except _UNREADABLE as error:
             raise EngineError(f"the list of models cannot be read: {error}") from None
+
+
+def _samples(reply: bytes, name: bytes) -> Iterator[tuple[bytes, float]]:
+    """Labels and value of each sample of a metric in Prometheus' text format."""
+    for line in reply.splitlines():
+        if line.startswith(name) and line[len(name) : len(name) + 1] == b"{":
+            labels, _, value = line[len(name) + 1 :].rpartition(b"} ")
+            try:
+                yield labels, float(value)
+            except ValueError:
+                raise EngineError(f"the metrics cannot be read: {line[:200]!r}") from None
 
 
 def _read_object(body: bytes) -> Fields:

@@ -126,6 +126,7 @@ class DecisionLog:
                 "detail": decision.detail or None,
                 "scores": decision.scores,
                 "candidates": decision.candidates,
+                "passed_over": decision.passed_over,
                 "prompt_tokens": request.prompt_tokens,
                 "output_tokens": request.output_tokens,
                 "counts": request.counts is not None,
@@ -134,4 +135,5 @@ class DecisionLog:
 
     def entries(self) -> list[dict[str, Any]]:
         """JSON-ready decisions."""
-        return [{**entry, "scores": dict(entry["scores"])} for entry in self._entries]
+        pairs = ("scores", "passed_over")
+        return [{**entry, **{name: dict(entry[name]) for name in pairs}} for entry in self._entries]

@@ -52,12 +52,24 @@ class _EngineCollector(Collector):
             counter = CounterMetricFamily(name, text, labels=_LABELS)
             counter.add_metric(self._labels, read(stats))
             yield counter
+        yield self._waiting(stats)
         ended = CounterMetricFamily(
             "vllm:request_success", "Requests that ended.", labels=(*_LABELS, "finished_reason")
         )
         for reason, count in stats.finished.items():
             ended.add_metric((*self._labels, reason), count)
         yield ended
+
+
+    def _waiting(self, stats: Stats) -> Metric:
+        waiting = GaugeMetricFamily(
+            "vllm:num_requests_waiting_by_reason",
+            "Requests that wait: for room (capacity), or for their KV (deferred).",
+            labels=(*_LABELS, "reason"),
+        )
+        waiting.add_metric((*self._labels, "capacity"), stats.waiting)
+        waiting.add_metric((*self._labels, "deferred"), stats.loading)
+        return waiting
 
 
 class Metrics:

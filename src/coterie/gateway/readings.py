@@ -1,0 +1,45 @@
+"""Reads what decode workers say of their load, for the filters."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from coterie.core import Reading
+from coterie.errors import EngineError
+from coterie.gateway.gateway import Gateway
+from coterie.gateway.upstream import Collected, Patience
+from coterie.gateway.workers import Worker
+
+STALE_AFTER = 3
+"""Intervals after which a reading no longer counts: what a worker said before it fell silent says nothing of now."""
+
+_HEADERS = b"x-request-id: coterie-reading\r\n"
+_MAX_REPLY_BYTES = 16 << 20
+_log = logging.getLogger("coterie.gateway")
+
+
+async def read(gateway: Gateway, worker: Worker) -> None:
+    """Read a decode worker's metrics for ever, for the ledger to note; failures are counted, the first is logged."""
+    interval_s, failing = gateway.config.reading_interval_s, False
+    while True:
+        if worker.problem is None:
+            try:
+                reading = await _read_once(gateway, worker)
+                gateway.decode.ledger.observe(worker.name, reading, STALE_AFTER * interval_s)
+                failing = False
+            except EngineError as error:
+                gateway.metrics.reading_failures.inc(worker.name)
+                if not failing:
+                    _log.warning("%s (%s) cannot be filtered by its load: %s", worker.name, worker.url, error)
+                failing = True
+        await asyncio.sleep(interval_s)
+
+
+async def _read_once(gateway: Gateway, worker: Worker) -> Reading:
+    engine, timeout_s = gateway.engine, gateway.config.health_timeout_s
+    reply = Collected(_MAX_REPLY_BYTES)
+    await worker.pool.get(engine.metrics_path.encode(), _HEADERS, reply, Patience(timeout_s, timeout_s))
+    if reply.status != 200:
+        raise EngineError(f"it answered {engine.metrics_path} with {reply.status}")
+    return engine.reading(reply.body())
