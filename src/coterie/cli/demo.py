@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from coterie.cli.show import show
-from coterie.cli.up import default_engine_env, interrupt, live_table
+from coterie.cli.up import default_engine_env, interrupt, show_states
 from coterie.engines.embedded.kv import PREFIX
 from coterie.files import check_target
 from coterie.report import svg
@@ -69,7 +69,7 @@ def demo(engine: str, file: Path | None, json_file: Path | None, html: Path | No
     with _scratch(config) as config:
         cluster = Cluster(config)
         try:
-            with live_table(cluster, console):
+            with show_states(cluster, console):
                 cluster.start()
             with _DemoProgress(console) as progress:
                 result = run_demo(cluster, options, schedule, progress)
@@ -87,7 +87,7 @@ def demo(engine: str, file: Path | None, json_file: Path | None, html: Path | No
 
 @contextmanager
 def _scratch(config: ClusterConfig) -> Iterator[ClusterConfig]:
-    """The configuration with a run folder of its own, which is removed unless an error is explained by its logs."""
+    """The configuration with a run folder of its own, which is removed; after an error, its logs stay to explain it."""
     folder = config.run_dir / f"demo-{os.getpid()}"
     keep = False
     try:
@@ -98,10 +98,9 @@ def _scratch(config: ClusterConfig) -> Iterator[ClusterConfig]:
     finally:
         handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # no process is left: let nothing stop the rest
         sweep(PREFIX)  # a second Ctrl-C kills engines, which then cannot remove their shared memory
-        if not keep:
-            shutil.rmtree(folder, ignore_errors=True)
-            with suppress(OSError):  # other things are in it, such as the results
-                config.run_dir.rmdir()
+        shutil.rmtree(folder / "weights" if keep else folder, ignore_errors=True)
+        with suppress(OSError):  # other things are in it, such as the results
+            config.run_dir.rmdir()
         signal.signal(signal.SIGINT, handler)
 
 
@@ -113,12 +112,13 @@ def _write(result: DemoResult, options: DemoOptions, json_file: Path | None, htm
 
 
 class _DemoProgress:
-    """One progress bar a step, on stderr; a context manager."""
+    """One progress bar a step, on stderr; where that is no terminal, a line a step.  A context manager."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
+        self._lines = not console.is_terminal
         columns = (TextColumn("{task.description:32}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        self._bar = Progress(*columns, TextColumn("left"), TimeRemainingColumn(), console=console)
+        self._bar = Progress(*columns, TextColumn("left"), TimeRemainingColumn(), console=console, disable=self._lines)
         self._task = self._bar.add_task("", visible=False)
         self._title = ""
 
@@ -128,10 +128,14 @@ class _DemoProgress:
         self._bar.stop_task(self._task)
         self._title = title
         self._task = self._bar.add_task(title, total=None)
+        if self._lines:
+            self.notice(title)
 
     def detail(self, text: str) -> None:
         """Say what of the step is done now."""
         self._bar.update(self._task, description=f"{self._title} {text}")
+        if self._lines:
+            self.notice(f"{self._title} {text}")
 
     def begin(self, total: int, done: int) -> None:
         """Say how much the step has to do."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
@@ -47,9 +46,7 @@ def up(file: Path, as_json: bool) -> None:
 
 
 def _show(cluster: Cluster, as_json: bool) -> AbstractContextManager[object]:
-    if as_json:
-        return _Changes(cluster, _as_json)
-    return live_table(cluster) if sys.stdout.isatty() else _Changes(cluster, _as_lines)
+    return _Changes(cluster, _as_json, err=False) if as_json else show_states(cluster, Console())
 
 
 def default_engine_env() -> Path:
@@ -62,9 +59,11 @@ def interrupt(_number: int, _frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def live_table(cluster: Cluster, console: Console | None = None) -> AbstractContextManager[object]:
-    """A table of all processes that renews itself."""
-    return Live(get_renderable=lambda: _table(cluster), console=console, refresh_per_second=1 / _LOOK_S)
+def show_states(cluster: Cluster, console: Console) -> AbstractContextManager[object]:
+    """A table of all processes that renews itself; where there is no terminal, a line for each change."""
+    if console.is_terminal:
+        return Live(get_renderable=lambda: _table(cluster), console=console, refresh_per_second=1 / _LOOK_S)
+    return _Changes(cluster, _as_lines, err=console.stderr)
 
 
 def _table(cluster: Cluster) -> Table:
@@ -96,11 +95,15 @@ class _Changes:
     Args:
         cluster: whose processes are shown.
         text: what to print, given the states now and those printed before.
+        err: whether to print it on stderr.
     """
 
-    def __init__(self, cluster: Cluster, text: Callable[[list[MemberStatus], list[MemberStatus]], str]) -> None:
+    def __init__(
+        self, cluster: Cluster, text: Callable[[list[MemberStatus], list[MemberStatus]], str], *, err: bool
+    ) -> None:
         self._cluster = cluster
         self._text = text
+        self._err = err
         self._last: list[MemberStatus] = []
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="coterie-up-changes", daemon=True)
@@ -112,7 +115,7 @@ class _Changes:
     def _print_change(self) -> None:
         statuses = _statuses(self._cluster)
         if statuses != self._last:
-            click.echo(self._text(statuses, self._last))
+            click.echo(self._text(statuses, self._last), err=self._err)
             self._last = statuses
 
     def __enter__(self) -> _Changes:
