@@ -176,10 +176,15 @@ p, ul {{ max-width: 76ch; margin: 8px 0; }}
 .table {{ display: inline-block; vertical-align: top; margin: 12px 32px 12px 0; max-width: 100%; overflow-x: auto; }}
 table {{ border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 14px; }}
 caption {{ text-align: left; padding-bottom: 4px; }}
-th, td {{ text-align: left; padding: 3px 18px 3px 0; border-bottom: 1px solid var(--line); overflow-wrap: anywhere; }}
+th, td {{ text-align: left; padding: 3px 18px 3px 0; border-bottom: 1px solid var(--line); overflow-wrap: break-word; }}
 th {{ font-weight: 600; vertical-align: bottom; }}
 .figure {{ text-align: right; white-space: nowrap; }}
-figure {{ display: inline-block; vertical-align: top; margin: 12px 24px 12px 0; max-width: 100%; }}
-figure svg {{ display: block; max-width: 100%; height: auto; }}
+figure {{ display: inline-block; vertical-align: top; margin: 12px 24px 12px 0; max-width: 100%; overflow-x: auto; }}
+figure svg {{ display: block; max-width: max(100%, 640px); height: auto; }}
 figcaption {{ max-width: 60ch; }}
+@media (max-width: 640px) {{
+main {{ padding: 16px 16px 48px; }}
+.table, figure {{ margin-right: 0; }}
+.note, figcaption {{ position: sticky; left: 0; max-width: calc(100vw - 32px); }}
+}}
 """

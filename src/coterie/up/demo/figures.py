@@ -33,10 +33,12 @@ def tpot_figure(result: DemoResult) -> str:
     def curve(passes: Sequence[PassResult]) -> _Curve:
         timelines = [served.timeline for one in passes for served in one.served if served.timeline]
         tpots = np.sort([1000 * timeline.tpot_s for timeline in timelines if timeline.tpot_s is not None])
-        return tpots.tolist(), (np.arange(1, len(tpots) + 1) / max(1, len(tpots))).tolist()
+        shares = np.arange(len(tpots) + 1) / max(1, len(tpots))
+        return np.repeat(tpots, 2).tolist(), np.repeat(shares, 2)[1:-1].tolist()  # a step up at each request
 
     def finish(axes: Axes) -> None:
         axes.set_ylim(0, 1)
+        axes.set_xlim(left=0)
         axes.set_xlabel("time per output token, ms")
 
     return _by_mix("Time per output token", "share of the requests", result, curve, finish)
@@ -76,6 +78,7 @@ def _by_mix(
                 axes.plot(x, y, color=colour, linewidth=2.2 if policy == "locality" else 1.3, label=policy)
             axes.set_title(f"{mix} mix", loc="left", fontsize=10)
             axes.grid(axis="y")
+        for axes in panels:  # they share their axes, so limits are for when all is drawn
             finish(axes)
         panels[0].set_ylabel(axis)
         panels[-1].legend(loc="upper left", bbox_to_anchor=(1, 1))

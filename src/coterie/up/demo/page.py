@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from coterie.analysis.findings import PlottedClusters
@@ -31,7 +33,7 @@ _COLUMNS = {
 }
 _NOTE = (
     "Times in ms. `experts/step`: different experts that a step of a decode engine at full load reads, mean over steps "
-    "and layers; `-` where the engine does not count them. `live/step`: requests in such a step. `experts/token`: "
+    "and layers; left out where the engines do not count them. `live/step`: requests in such a step. `experts/token`: "
     "experts read per token over the whole round. `CPU ms/token`: CPU time of the decode engines' processes per output "
     "token, without threads that poll. `% per engine`: share of the requests that each got. `equal`: whether all "
     "outputs were equal, token by token, to those of the same prompts under the other policies."
@@ -74,18 +76,19 @@ def _equality(result: DemoResult) -> str:
 def mix_table(result: DemoResult, mix: str) -> Table:
     """All policies on one mix; medians over the repeats, and in a second line their spread where there are several."""
     rows: list[tuple[str, ...]] = []
+    names = [name for name in _COLUMNS if any(getattr(row.figures, name) is not None for row in result.rows)]
     for row in result.rows_of(mix):
         shares = " ".join(f"{share:.0%}".removesuffix("%") for share in row.worker_shares.values())
         failed = f" ({row.errors} failed)" if row.errors else ""
-        rows.append((row.policy, *_cells(row.figures), shares, ("yes" if row.outputs_equal else "no") + failed))
+        rows.append((row.policy, *_cells(row.figures, names), shares, ("yes" if row.outputs_equal else "no") + failed))
         if row.low != row.high:
-            rows.append(("", *map(_range, _cells(row.low), _cells(row.high)), "", ""))
-    headings = (f">{name}" for name, _ in _COLUMNS.values())
+            rows.append(("", *map(_range, _cells(row.low, names), _cells(row.high, names)), "", ""))
+    headings = (f">{_COLUMNS[name][0]}" for name in names)
     return Table(f"{mix.capitalize()} mix", ("policy", *headings, ">% per engine", "equal"), tuple(rows))
 
 
-def _cells(figures: Figures) -> list[str]:
-    return [number(getattr(figures, name), digits) for name, (_, digits) in _COLUMNS.items()]
+def _cells(figures: Figures, names: Iterable[str]) -> list[str]:
+    return [number(getattr(figures, name), _COLUMNS[name][1]) for name in names]
 
 
 def _range(low: str, high: str) -> str:
@@ -183,8 +186,9 @@ def _how(result: DemoResult, options: DemoOptions) -> Section:
         A trace of {len(result.trace)} prompts was collected, and one cluster fitted for each decode engine; the
         requests served are other prompts.
 
-        {o.requests} requests a round, {o.concurrency} in flight, {o.max_tokens} output tokens each, greedy; {o.rounds}
-        rounds of each mix, repeated {o.repeats} times; figures are medians over the repeats.
+        {o.requests} requests a round, {o.concurrency} in flight, {o.max_tokens} output tokens each, greedy. Rounds of
+        each mix: {o.rounds}, with prompts of its own each. Repeats of all rounds, with other prompts: {o.repeats};
+        figures are medians over them.
 
         Within a round all policies serve the same requests in turn, in every second round in reverse. All
         prompts were in the prefill engine's prefix cache before, so that no policy pays for another.
