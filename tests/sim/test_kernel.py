@@ -36,6 +36,16 @@ def test_a_step_without_events_says_so_and_time_stays():
     assert (kernel.now(), len(kernel)) == (3.0, 0)
 
 
+def test_ticks_come_as_long_as_anything_else_does():
+    kernel, log = Kernel(), []
+    kernel.every(1.0, lambda: log.append(("tick", kernel.now())))
+    kernel.every(2.0, lambda: log.append(("tock", kernel.now())))
+    kernel.at(2.5, Priority.ARRIVAL, lambda: log.append(("end", kernel.now())))
+    kernel.run()
+    assert log == [("tick", 1.0), ("tock", 2.0), ("tick", 2.0), ("end", 2.5)]
+    assert not kernel
+
+
 @settings(max_examples=40)
 @given(st.lists(st.tuples(st.floats(0, 9), st.sampled_from(Priority)), max_size=30))
 def test_time_never_goes_back(events):

@@ -12,7 +12,7 @@ from coterie.calibration import fit
 from coterie.core import ModelGeometry
 from coterie.errors import ConfigError
 from coterie.latency import StepTime, TokenTime
-from coterie.routing import DECODE_POLICIES, make_policy
+from coterie.routing import DECODE_POLICIES, KvHeadroom, make_policy, no_queue
 from coterie.sim import Change, ClusterSpec, Drift, Mix, RecordedTimes, Stream, parse_topology, population_of, simulate
 from coterie.sim.cluster import Cluster
 from coterie.sim.kernel import Kernel
@@ -336,3 +336,28 @@ def test_workers_that_are_not_there_are_named():
         run(changes=[Change(1.0, "decode-4", "lost")])
     with pytest.raises(ConfigError, match=r"decode-1 lost at -1.0 s, which is not to come"):
         run(changes=[Change(-1.0, "decode-1", "lost")])
+
+
+# --- filters ---
+
+
+def test_decode_workers_without_room_are_passed_over_and_requests_wait_less():
+    scarce = replace(SPEC, kv_tokens=320, reading_interval_s=0.01)
+    without, decisions = run("random", rate=150, spec=scarce), []
+    filters = (KvHeadroom(0.7), no_queue)
+    filtered = run("random", rate=150, spec=replace(scarce, filters=filters), on_decision=decisions.append)
+    assert {reason for decided in decisions for _, reason in decided.decision.passed_over} == {"KV cache is full"}
+    assert filtered.failed == without.failed == 0
+    assert filtered.ttft_p99_ms < 0.9 * without.ttft_p99_ms
+
+
+def test_a_reading_of_a_decode_worker_is_its_kv_and_who_waits_for_room_or_a_place():
+    spec = replace(SPEC, decode=1, batch_requests=1, kv_tokens=160, filters=(no_queue,), reading_interval_s=0.01)
+    cluster, kernel = running(rate=150, spec=spec)
+    readings = set()
+    while kernel.step():
+        if (reading := cluster.states("decode")[0].reading) is not None:
+            readings.add((round(reading.kv_usage, 1), reading.waiting > 0))
+    # Ten blocks; a request has three to four of them.  Whoever pulls waits for nothing; who has pulled, for the place.
+    assert {usage for usage, _ in readings} <= {0.0, 0.3, 0.4, 0.6, 0.7, 0.8, 0.9, 1.0}
+    assert {waits for _, waits in readings} == {False, True}

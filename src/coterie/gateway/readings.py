@@ -10,9 +10,7 @@ from coterie.errors import EngineError
 from coterie.gateway.gateway import Gateway
 from coterie.gateway.upstream import Collected, Patience
 from coterie.gateway.workers import Worker
-
-STALE_AFTER = 3
-"""Intervals after which a reading no longer counts: what a worker said before it fell silent says nothing of now."""
+from coterie.routing import STALE_AFTER
 
 _HEADERS = b"x-request-id: coterie-reading\r\n"
 _MAX_REPLY_BYTES = 16 << 20

@@ -11,7 +11,7 @@ from coterie.core import WorkerState
 from coterie.errors import ConfigError
 from coterie.routing.background import TICK_S, Background, Job
 from coterie.routing.domain import Domain
-from coterie.routing.filters import Filter, KvHeadroom, no_queue
+from coterie.routing.filters import STALE_AFTER, Filter, KvHeadroom, no_queue
 from coterie.routing.ledger import Lease, LeaseTotals, Ledger, Watcher
 from coterie.routing.load import LeastLoad, PowerOfTwo, Random, RoundRobin
 from coterie.routing.locality import DEFAULT_TAU, Locality, groups_of
@@ -26,6 +26,7 @@ __all__ = [
     "DEFAULT_WINDOW_S",
     "PREFILL_POLICIES",
     "PREFIX_BYTES",
+    "STALE_AFTER",
     "TICK_S",
     "Background",
     "Domain",

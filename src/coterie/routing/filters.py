@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from coterie.core import WorkerState
 from coterie.errors import ConfigError
 
+STALE_AFTER = 3
+"""Intervals between readings after which one no longer counts: what was said before a worker fell silent is not now."""
+
 Filter = Callable[[WorkerState], str | None]
 """Why to pass a worker over while another is not passed over: one of few phrases; None to leave it to the policy."""
 

@@ -24,14 +24,12 @@ class BackgroundWork:
         self._kernel = kernel
         self._policy = policy
         self._ledger = ledger
-        kernel.after(TICK_S, Priority.CHANGE, self._tick)
+        kernel.every(TICK_S, self._tick)
 
     def _tick(self) -> None:
         job = self._policy.due(self._ledger.states(), self._kernel.now())
         if job is not None:
             self._kernel.after(JOB_S, Priority.CHANGE, self._install, job.run())
-        if self._kernel:
-            self._kernel.after(TICK_S, Priority.CHANGE, self._tick)
 
     def _install(self, outcome: Any) -> None:
         self._policy.install(outcome, self._kernel.now())

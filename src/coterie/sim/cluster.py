@@ -11,7 +11,7 @@ from coterie.clock import Clock
 from coterie.core import Decision, Role, RouteRequest, Served, WorkerState
 from coterie.errors import ConfigError, NoWorkerError
 from coterie.metrics import RequestTimeline
-from coterie.routing import Background, Lease, Ledger, Policy, random_stream, route
+from coterie.routing import STALE_AFTER, Background, Filter, Lease, Ledger, Policy, random_stream, route
 from coterie.sim.background import BackgroundWork
 from coterie.sim.decode import DecodeGroup, StepTotals
 from coterie.sim.experts import Experts
@@ -72,19 +72,21 @@ class _Fleet:
         policy: Policy,
         seed: int,
         clock: Clock,
+        filters: Sequence[Filter] = (),
     ):
         self.role = role
         self.ledger = Ledger(targets, clock)
         self.ledger.follow(policy)
         self.workers = {target.name: worker for target, worker in zip(targets, workers, strict=True)}
         self._policy = policy
+        self._filters = filters
         self._rng = random_stream(seed, role)
         for target, worker in zip(targets, workers, strict=True):
             if not target.available:
                 worker.lose()
 
     def choose(self, request: RouteRequest) -> Decision:
-        return route(self._policy, request, self.ledger.states(), self._rng)
+        return route(self._policy, request, self.ledger.states(), self._rng, self._filters)
 
     def is_available(self) -> bool:
         return any(state.available for state in self.ledger.states())
@@ -136,7 +138,10 @@ class Cluster:
         prefillers = [new_prefill_worker(kernel, spec) for _ in range(spec.prefill)]
         decoders = [rank for group in self._groups for rank in group.ranks]
         self._prefill = _Fleet("prefill", spec.targets("prefill"), prefillers, prefill, seed, kernel)
-        self._decode = _Fleet("decode", spec.targets("decode"), decoders, decode, seed, kernel)
+        self._decode = _Fleet("decode", spec.targets("decode"), decoders, decode, seed, kernel, spec.filters)
+        self._ranks = dict(zip(self._decode.workers, decoders, strict=True))
+        if spec.filters:
+            kernel.every(spec.reading_interval_s, self._read)
         if isinstance(decode, Background):
             BackgroundWork(kernel, decode, self._decode.ledger)
         self._on_decision = on_decision
@@ -240,6 +245,12 @@ class Cluster:
         self._failed += 1
         self.end_s = self._kernel.now()
         self.outcomes.fail(arrival.time_s)
+
+    def _read(self) -> None:
+        """Let decode workers say how they are, as `gateway.readings` does."""
+        for name, rank in self._ranks.items():
+            if rank.up:
+                self._decode.ledger.observe(name, rank.reading, STALE_AFTER * self._spec.reading_interval_s)
 
     def _begin_to_count(self) -> None:
         for group in self._groups:

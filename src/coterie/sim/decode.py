@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from coterie.core import Reading
 from coterie.sim.experts import Batch, Experts
 from coterie.sim.kernel import Kernel, Priority
 from coterie.sim.kv import KvBlocks
@@ -164,6 +165,12 @@ class DecodeRank:
     def running(self) -> int:
         """See `Worker.running`."""
         return len(self._joined_at)
+
+    @property
+    def reading(self) -> Reading:
+        """What it says of itself: its KV usage, and how many wait for KV blocks or for a place in the batch."""
+        places = self._spec.batch_requests - len(self._joined_at)
+        return Reading(self._kv.usage, len(self._roomless) + max(len(self._waiting) - places, 0))
 
     def submit(self, task: Task) -> None:
         """See `Worker.submit`."""

@@ -29,15 +29,17 @@ class Kernel:
     what happens later.
     """
 
-    __slots__ = ("_heap", "_now_s", "_sequence")
+    __slots__ = ("_heap", "_now_s", "_sequence", "_ticks")
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, int, Callable[..., object], tuple[Any, ...]]] = []
+        self._ticks = 0  # of the events
         self._now_s = 0.0
         self._sequence = 0
 
     def __len__(self) -> int:
-        return len(self._heap)
+        """Events to come, ticks left out."""
+        return len(self._heap) - self._ticks
 
     def now(self) -> float:
         """Seconds since the start."""
@@ -53,13 +55,23 @@ class Kernel:
         """Call `action(*arguments)` after a delay."""
         self.at(self._now_s + delay_s, priority, action, *arguments)
 
+    def every(self, interval_s: float, action: Callable[[], object]) -> None:
+        """Call `action()` after each interval, before what else happens then, as long as anything else is to come."""
+        self._ticks += 1
+        self.after(interval_s, Priority.CHANGE, self._tick, interval_s, action)
+
+    def _tick(self, interval_s: float, action: Callable[[], object]) -> None:
+        self._ticks -= 1
+        action()
+        self.every(interval_s, action)
+
     def step(self) -> bool:
         """Run the next event.
 
         Returns:
-            False if there was none.
+            False if nothing but ticks is to come.
         """
-        if not self._heap:
+        if len(self._heap) == self._ticks:
             return False
         self._now_s, _, _, action, arguments = heapq.heappop(self._heap)
         action(*arguments)

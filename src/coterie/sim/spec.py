@@ -10,6 +10,7 @@ from typing import Literal, get_args
 from coterie.core import Role, WorkerState
 from coterie.errors import ConfigError
 from coterie.latency import HANDOFF_400G, PREFILL_MI300X, QWEN3_30B_MI300X, StepTime, TokenTime
+from coterie.routing import Filter
 from coterie.sim.placement import Placement
 
 ROLES: tuple[Role, ...] = get_args(Role)
@@ -53,6 +54,8 @@ class ClusterSpec:
         kv_tokens: tokens whose KV each decode rank holds; None for no limit.
         cache_tokens: tokens that the prefix cache of a prefill worker holds; 0 for none.
         block_tokens: tokens of a KV block.
+        filters: that pass decode workers over, as in the gateway.
+        reading_interval_s: between two readings of what decode workers say of themselves, for the filters.
         prefill_first: whether clients get their first token at the end of prefill, as in ELDR: the handoff then counts
             to TPOT instead of TTFT, and one token less is decoded.  By default it comes from the decode worker, as with
             this gateway.
@@ -76,6 +79,8 @@ class ClusterSpec:
     kv_tokens: int | None = None
     cache_tokens: int = 0
     block_tokens: int = 16
+    filters: tuple[Filter, ...] = ()
+    reading_interval_s: float = 1.0
     prefill_first: bool = False
     notice_s: float = 3.0
     absent: frozenset[str] = frozenset()
@@ -88,6 +93,8 @@ class ClusterSpec:
             raise ConfigError(
                 f"cluster: cache_tokens and notice_s must not be negative, got {self.cache_tokens}, {self.notice_s}"
             )
+        if not 0 < self.reading_interval_s < math.inf:
+            raise ConfigError(f"cluster: reading_interval_s must be above zero, got {self.reading_interval_s}")
         if list(self.graph_sizes) != sorted({max(size, 1) for size in self.graph_sizes}):
             raise ConfigError(f"cluster: graph_sizes must be ascending and above zero, got {self.graph_sizes}")
         if self.kv_tokens is not None and self.kv_tokens < self.block_tokens:
