@@ -341,14 +341,17 @@ def test_workers_that_are_not_there_are_named():
 # --- filters ---
 
 
-def test_decode_workers_without_room_are_passed_over_and_requests_wait_less():
+@pytest.mark.parametrize(
+    ("passes", "why"), [(KvHeadroom(0.7), "KV cache is full"), (no_queue, "requests wait")], ids=["headroom", "queue"]
+)
+def test_decode_workers_without_room_are_passed_over_and_requests_wait_less(passes, why):
     scarce = replace(SPEC, kv_tokens=320, reading_interval_s=0.01)
-    without, decisions = run("random", rate=150, spec=scarce), []
-    filters = (KvHeadroom(0.7), no_queue)
-    filtered = run("random", rate=150, spec=replace(scarce, filters=filters), on_decision=decisions.append)
-    assert {reason for decided in decisions for _, reason in decided.decision.passed_over} == {"KV cache is full"}
+    without, decisions = run("random", rate=120, spec=scarce), []
+    filtered = run("random", rate=120, spec=replace(scarce, filters=(passes,)), on_decision=decisions.append)
+    assert {reason for decided in decisions for _, reason in decided.decision.passed_over} == {why}
     assert filtered.failed == without.failed == 0
-    assert filtered.ttft_p99_ms < 0.9 * without.ttft_p99_ms
+    assert filtered.ttft_p99_ms < 0.5 * without.ttft_p99_ms
+    assert filtered.preemptions < without.preemptions
 
 
 def test_a_reading_of_a_decode_worker_is_its_kv_and_who_waits_for_room_or_a_place():
