@@ -31,7 +31,8 @@ decode: {{count: 2, args: [--pad-intermediate, "1024", --kv-memory, "32"]}}
 run_dir: run
 """
 SIZE = ("--requests", "24", "--concurrency", "24", "--max-tokens", "8", "--rounds", "1")
-FILES = ("--calibrate", f"{ROOT}/examples/demo/calibrate.jsonl", "--serve", f"{ROOT}/examples/demo/serve.jsonl")
+PROMPTS = ROOT / "examples/demo"
+FILES = ("--calibrate", "calibrate.jsonl", "--serve", f"{PROMPTS}/serve.jsonl")
 COMMAND = (sys.executable, "-m", "coterie", "demo", "--cluster", "cluster.yaml", *SIZE, *FILES, "--json", "result.json")
 MARK = "COTERIE_INTERRUPT_DEMO"
 PATIENCE_S = 60.0
@@ -77,9 +78,11 @@ def leaves_nothing(moment: Moment) -> bool:
     before = segments()
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "cluster.yaml").write_text(CLUSTER)
+        few = (PROMPTS / "calibrate.jsonl").read_text().splitlines(keepends=True)[::8]
+        Path(folder, "calibrate.jsonl").write_text("".join(few))
         value = str(time.monotonic_ns())
         status, took_s = interrupted(folder, moment, {**os.environ, MARK: value})
-        files = {path.name for path in Path(folder).rglob("*") if path.is_file()} - {"cluster.yaml"}
+        files = {path.name for path in Path(folder).rglob("*") if path.is_file()} - {"cluster.yaml", "calibrate.jsonl"}
         found = [*processes(f"{MARK}={value}"), *(segments() - before), *(files - {"result.json"})]
     complete = " (it had finished)" if status == 0 else ""
     print(f"{moment}: ended with {status} after {took_s:.1f} s{complete}, left {found or 'nothing'}", flush=True)
