@@ -32,7 +32,7 @@ from coterie.core import RouteRequest, WorkerState
 from coterie.latency import QWEN3_30B_MI300X, StepTime
 from coterie.routing import DECODE_POLICIES, make_policy
 from coterie.sim import population_of
-from coterie.sim.generator import sketch
+from coterie.sim.made import made_workload
 from coterie.sim.optimum import MOST_SETS, best_partition, count_sets
 from coterie.sim.oracle import Instance, assign_by, best_found
 
@@ -78,7 +78,7 @@ def workloads() -> Iterator[Workload]:
     yield recorded("tiny-moe, two domains", tiny, tuple(sorted(set(tiny.labels))[:2]))
     yield recorded("coterie-tiny, even", coterie_tiny)
     for name in ("task", "language"):
-        yield recorded(f"made-up {name}", sketch(name, requests=1, calibration=1200).calibration)
+        yield recorded(f"made-up {name}", made_workload(name, requests=1, calibration=1200).calibration)
 
 
 def step_time(layers: int) -> StepTime:

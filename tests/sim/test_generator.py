@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 
 from coterie.core import ModelGeometry
 from coterie.errors import InputError
+from coterie.sim import population_of
 from coterie.sim.choices import draw_counts, marginals
-from coterie.sim.generator import Lengths, Recipe, Spread, Topic, make_requests, sketch
+from coterie.sim.generator import Lengths, Recipe, Spread, Topic, make_trace
 
 GEOMETRY = ModelGeometry(layers=2, experts=32, top_k=4)
 TOPICS = (Topic("a", "a0", 3), Topic("a", "a1", 1), Topic("b", "b0", 4))
@@ -16,6 +17,7 @@ RECIPE = Recipe(Spread(1.0, 1.4, 0.6, 0.4, 0.3), TOPICS, Lengths(60, 0.5))
 
 
 def cosine(x, y):
+    x, y = x.astype(float), y.astype(float)
     return float((x * y).sum() / np.sqrt((x * x).sum() * (y * y).sum()))
 
 
@@ -64,32 +66,40 @@ def test_drawn_counts_scatter_around_their_means():
     assert 0.7 < float(counts.var(axis=0).sum() / binomial.sum()) < 1.1
 
 
+def test_counts_of_tokens_that_repeat_scatter_as_those_of_fewer_tokens():
+    probabilities = np.repeat(marginals(np.random.default_rng(0).standard_normal((1, 1, 32)), 4), 4000, axis=0)
+    once, often = (
+        draw_counts(probabilities, np.full(4000, 60), np.random.default_rng(1), repeat=repeat) for repeat in (1, 6)
+    )
+    # 10 different tokens, each six times: 36 times the variance of 10 tokens is 6 times that of 60
+    assert float(often.var(axis=0).sum() / once.var(axis=0).sum()) == pytest.approx(6, rel=0.1)
+    assert np.abs(often.mean(axis=0) / 60 - probabilities[0]).max() < 0.02
+
+
 # --- requests ------------------------------------------------------------------------------------------------------
+
+STILL = replace(RECIPE, spread=replace(RECIPE.spread, request=0, phase=0), output_tokens=4001)
+"""Requests of one topic differ by what their tokens happen to choose, and by nothing else."""
 
 
 def test_a_seed_gives_the_same_bytes():
-    first, again = (make_requests(RECIPE, GEOMETRY, 20, seed=3) for _ in range(2))
-    for name in ("prefill", "decode", "prompt_counts", "prompt_tokens"):
-        assert np.array_equal(getattr(first, name), getattr(again, name))
-    assert first.labels == again.labels
+    assert make_trace(RECIPE, GEOMETRY, 20, seed=3).digest() == make_trace(RECIPE, GEOMETRY, 20, seed=3).digest()
+    assert make_trace(RECIPE, GEOMETRY, 20, seed=3).digest() != make_trace(RECIPE, GEOMETRY, 20, seed=4).digest()
 
 
 def test_samples_of_a_seed_are_other_requests_of_the_same_model():
-    still = replace(RECIPE, spread=replace(RECIPE.spread, request=0, phase=0))
-    first, second = (make_requests(still, GEOMETRY, 30, seed=3, sample=sample) for sample in (0, 1))
+    first, second = (make_trace(STILL, GEOMETRY, 30, seed=3, sample=sample) for sample in (0, 1))
     assert not set(first.prompt_hashes) & set(second.prompt_hashes)
     assert first.labels != second.labels
-    kinds = [{row.tobytes() for row in sample.decode} for sample in (first, second)]
-    assert kinds[0] == kinds[1]  # three topics and nothing else: the same three rows in both samples
-    assert len(kinds[0]) == 3
+    same = [[i for i, label in enumerate(trace.labels) if label == "b"] for trace in (first, second)]
+    assert cosine(first.decode[same[0][0]], second.decode[same[1][0]]) > 0.99
 
 
 def test_another_mix_changes_no_domain():
-    still = replace(RECIPE, spread=replace(RECIPE.spread, request=0, phase=0))
-    mixed = make_requests(still.mixed({"b": 1.0}), GEOMETRY, 5, seed=3)
+    mixed = make_trace(STILL.mixed({"b": 1.0}), GEOMETRY, 5, seed=3)
     assert set(mixed.labels) == {"b"}
-    whole = make_requests(still, GEOMETRY, 30, seed=3)
-    assert np.array_equal(mixed.decode[0], whole.decode[whole.labels.index("b")])
+    whole = make_trace(STILL, GEOMETRY, 30, seed=3)
+    assert cosine(mixed.decode[0], whole.decode[whole.labels.index("b")]) > 0.99
 
 
 def test_a_mix_keeps_the_shares_of_topics_within_a_domain():
@@ -98,14 +108,14 @@ def test_a_mix_keeps_the_shares_of_topics_within_a_domain():
 
 
 def test_topics_of_one_name_like_the_same_experts_in_every_domain():
-    only_topics = Recipe(Spread(0, 0, 1, 0, 0), (Topic("a", "t", 1), Topic("b", "t", 1)), Lengths(60, 0.5))
-    made = make_requests(only_topics, GEOMETRY, 20, seed=0)
+    topics = (Topic("a", "t", 1), Topic("b", "t", 1))
+    made = make_trace(replace(STILL, spread=Spread(0, 0, 1, 0, 0), topics=topics), GEOMETRY, 20, seed=0)
     assert set(made.labels) == {"a", "b"}
-    assert len({row.tobytes() for row in made.decode}) == 1
+    assert min(cosine(made.decode[0], row) for row in made.decode) > 0.99
 
 
 def test_requests_of_a_domain_are_nearer_to_one_another_than_to_others():
-    made = make_requests(RECIPE, GEOMETRY, 60, seed=0)
+    made = make_trace(RECIPE, GEOMETRY, 60, seed=0)
     of = {name: [i for i, label in enumerate(made.labels) if label == name] for name in "ab"}
     within = cosine(made.decode[of["b"][0]], made.decode[of["b"][1]])
     across = cosine(made.decode[of["b"][0]], made.decode[of["a"][0]])
@@ -113,33 +123,26 @@ def test_requests_of_a_domain_are_nearer_to_one_another_than_to_others():
 
 
 def test_a_phase_part_sets_prefill_and_decode_apart():
-    made = make_requests(RECIPE, GEOMETRY, 10, seed=0)
-    same = make_requests(replace(RECIPE, spread=replace(RECIPE.spread, phase=0)), GEOMETRY, 10, seed=0)
-    assert np.array_equal(same.prefill, same.decode)
-    assert 0.7 < cosine(made.prefill, made.decode) < 0.99
+    long = replace(RECIPE, prompts=Lengths(1000, 0.1), output_tokens=1001)
+    apart, same = (
+        make_trace(replace(long, spread=replace(long.spread, phase=phase)), GEOMETRY, 5, seed=0) for phase in (1.0, 0.0)
+    )
+    assert cosine(same.prefill[0], same.decode[0]) > 0.98
+    assert 0.4 < cosine(apart.prefill[0], apart.decode[0]) < 0.95
 
 
-def test_a_population_and_a_trace_hold_the_same_requests():
-    made = make_requests(RECIPE, GEOMETRY, 12, seed=0)
-    population, trace = made.population(40), made.trace("made", 40)
-    assert tuple(request.domain for request in population.requests) == trace.labels == made.labels
-    assert all(np.array_equal(r.counts.counts, trace.prefill[i]) for i, r in enumerate(population.requests))
+def test_a_trace_is_a_workload_with_outputs_of_the_length_that_was_asked_for():
+    trace = make_trace(replace(RECIPE, output_tokens=40), GEOMETRY, 12, seed=0)
+    population = population_of(trace)
+    assert tuple(request.domain for request in population.requests) == trace.labels
     assert {request.output_tokens for request in population.requests} == {40}
     assert (trace.decode_covered == 39).all()
-    assert population.experts.geometry == GEOMETRY
 
 
 def test_prompts_are_as_long_as_they_may_be():
     short = replace(RECIPE, prompts=Lengths(10, 2.0, least=4, most=20))
-    made = make_requests(short, GEOMETRY, 200, seed=0)
-    assert (made.prompt_tokens.min(), made.prompt_tokens.max()) == (4, 20)
-
-
-@pytest.mark.parametrize("workload", ["task", "language"])
-def test_the_sketch_is_a_workload_with_a_calibration_set_of_other_requests(workload):
-    made = sketch(workload, requests=30, calibration=20)
-    assert (len(made.population), len(made.calibration)) == (30, 20)
-    assert not {request.prompt_hash for request in made.population.requests} & set(made.calibration.prompt_hashes)
+    made = make_trace(short, GEOMETRY, 200, seed=0)
+    assert (made.prefill_tokens.min(), made.prefill_tokens.max()) == (4, 20)
 
 
 # --- bad input -----------------------------------------------------------------------------------------------------
@@ -158,6 +161,12 @@ def test_a_recipe_needs_topics_with_shares():
         replace(RECIPE, topics=(Topic("a", "t", 0),))
 
 
+@pytest.mark.parametrize("wrong", [{"output_tokens": 1}, {"repeat": 0.5}, {"repeat": float("nan")}])
+def test_a_recipe_needs_outputs_and_tokens_that_choose_at_least_for_themselves(wrong):
+    with pytest.raises(InputError, match=r"output tokens \(2 or more\), repeat"):
+        replace(RECIPE, **wrong)
+
+
 def test_a_mix_names_domains_that_there_are():
     with pytest.raises(InputError, match="no domain 'c'; there are a, b"):
         RECIPE.mixed({"a": 1, "c": 1})
@@ -165,6 +174,6 @@ def test_a_mix_names_domains_that_there_are():
 
 def test_tokens_must_have_a_choice():
     with pytest.raises(InputError, match="fewer than all experts"):
-        make_requests(RECIPE, ModelGeometry(1, 4, 4), 3, seed=0)
+        make_trace(RECIPE, ModelGeometry(1, 4, 4), 3, seed=0)
     with pytest.raises(InputError, match="0 requests"):
-        make_requests(RECIPE, GEOMETRY, 0, seed=0)
+        make_trace(RECIPE, GEOMETRY, 0, seed=0)

@@ -47,25 +47,27 @@ def marginals(logits: npt.NDArray[np.floating[Any]], top_k: int) -> Probabilitie
 
 
 def draw_counts(
-    probabilities: Probabilities, tokens: npt.NDArray[np.int64], rng: np.random.Generator
+    probabilities: Probabilities, tokens: npt.NDArray[np.int64], rng: np.random.Generator, *, repeat: float = 1.0
 ) -> npt.NDArray[np.uint16]:
     """How many of a text's tokens chose each expert.
 
-    Each expert's count is binomial; then each layer is scaled to the sum that it must have and rounded at random
-    (systematic sampling), so that token conservation holds exactly.
+    Each expert's count is binomial, of `tokens / repeat` different tokens; then each layer is scaled to the sum that it
+    must have and rounded at random (systematic sampling), so that token conservation holds exactly.
 
     Args:
         probabilities: `[N, L, E]`; each layer sums to a whole number, k.
         tokens: `[N]`, at most 65,535.
         rng: chance.
+        repeat: how many tokens choose alike, at least 1.
 
     Returns:
         `[N, L, E]`; each layer of request i sums to `tokens[i] * k`, and no count is above `tokens[i]`.
     """
     most = tokens[:, None, None].astype(np.float64)
     sums = most * np.rint(probabilities[0, 0].sum())
-    drawn = rng.binomial(tokens[:, None, None], np.clip(probabilities, _EDGE, 1)).astype(np.float64)
-    wanted = _fill(drawn + most * _EDGE, sums, most)
+    different = np.maximum(1, np.rint(tokens / repeat).astype(np.int64))[:, None, None]
+    drawn = rng.binomial(different, np.clip(probabilities, 0, 1)).astype(np.float64)
+    wanted = _fill(drawn + _EDGE * different, sums, most)  # none is zero, so that any sum can be reached
     ends = np.cumsum(wanted, axis=-1)
     ends *= sums / ends[..., -1:]
     offset = rng.uniform(_EDGE, 1 - _EDGE, size=(*ends.shape[:-1], 1))

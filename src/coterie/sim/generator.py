@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from enum import IntEnum
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from coterie.activations import ActivationTrace
-from coterie.core import Counts, ExpertCounts, ModelGeometry, RouteRequest, prompt_hash
+from coterie.core import Counts, ModelGeometry, prompt_hash
 from coterie.errors import InputError
-from coterie.sim.choices import Probabilities, draw_counts, marginals
-from coterie.sim.experts import ExpectedExperts
-from coterie.sim.workload import Population
+from coterie.sim.choices import draw_counts, marginals
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,18 +88,27 @@ class Recipe:
         spread: of the routing logits.
         topics: what requests are about.
         prompts: how long they are.
+        output_tokens: of every request; the last one is sampled and never forwarded, so it has no experts.
+        repeat: tokens of a text that choose alike: the counts of T tokens scatter as those of T / repeat would.  Words
+            come again in a text, and a token's experts hang most on the token.
 
     Raises:
-        InputError: no topic, or a share is not above zero.
+        InputError: no topic, a share is not above zero, fewer than 2 output tokens, or `repeat` is below 1.
     """
 
     spread: Spread
     topics: tuple[Topic, ...]
     prompts: Lengths
+    output_tokens: int = 512
+    repeat: float = 1.0
 
     def __post_init__(self) -> None:
         if not self.topics:
             raise InputError("recipe: no topics")
+        if self.output_tokens < 2 or not (np.isfinite(self.repeat) and self.repeat >= 1):
+            raise InputError(
+                f"recipe: {self.output_tokens} output tokens (2 or more), repeat {self.repeat} (1 or more)"
+            )
         for topic in self.topics:
             if not (np.isfinite(topic.share) and topic.share > 0):
                 raise InputError(f"recipe: the share of {topic.domain}/{topic.name} must be above 0, got {topic.share}")
@@ -126,7 +132,7 @@ class Recipe:
             for topic in self.topics
             if topic.domain in domains
         )
-        return Recipe(self.spread, topics, self.prompts)
+        return replace(self, topics=topics)
 
 
 class _Part(IntEnum):
@@ -139,85 +145,15 @@ class _Part(IntEnum):
     LENGTH = 4
     REQUEST = 5
     PREFILL = 6
-    DECODE = 7
-    PROMPT_COUNTS = 8
-    OUTPUT_COUNTS = 9
+    PREFILL_COUNTS = 7  # of a phase and of its counts: one follows the other
+    DECODE = 8
+    DECODE_COUNTS = 9
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class MadeRequests:
-    """Requests that were drawn.
-
-    Attributes:
-        geometry: of the model.
-        labels: domain of each.
-        prompt_tokens: `[N]`.
-        prefill: `[N, L, E]` probabilities of a prompt token.
-        decode: `[N, L, E]` probabilities of an output token.
-        prompt_hashes: identity of each.
-        prompt_counts: `[N, L, E]` experts of the prompt's tokens, drawn from `prefill`.
-        seed: what they were drawn with.
-        sample: which sample of that seed they are.
-    """
-
-    geometry: ModelGeometry
-    labels: tuple[str, ...]
-    prompt_tokens: npt.NDArray[np.int64]
-    prefill: Probabilities
-    decode: Probabilities
-    prompt_hashes: tuple[str, ...]
-    prompt_counts: Counts
-    seed: int
-    sample: int
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def population(self, output_tokens: int) -> Population:
-        """The requests as a workload, each with so many output tokens."""
-        requests = tuple(
-            RouteRequest(
-                id="",
-                prompt_tokens=int(self.prompt_tokens[i]),
-                output_tokens=output_tokens,
-                counts=ExpertCounts(
-                    self.geometry, self.prompt_counts[i], int(self.prompt_tokens[i]), int(self.prompt_tokens[i])
-                ),
-                domain=self.labels[i],
-                prompt_hash=self.prompt_hashes[i],
-                prefix=self.prompt_hashes[i].encode(),
-            )
-            for i in range(len(self))
-        )
-        return Population(requests, ExpectedExperts(self.decode, self.geometry))
-
-    def trace(self, model: str, output_tokens: int) -> ActivationTrace:
-        """The requests as if they had been recorded, with outputs of so many tokens.
-
-        Args:
-            model: its name.
-            output_tokens: at least 2; the last is sampled and never forwarded, so it is not counted.
-        """
-        covered = np.full(len(self), output_tokens - 1, dtype=np.int64)
-        rng = _stream(self.seed, _Part.OUTPUT_COUNTS, self.sample)
-        return ActivationTrace(
-            model,
-            self.geometry,
-            prefill=self.prompt_counts,
-            decode=draw_counts(self.decode, covered, rng),
-            prefill_tokens=self.prompt_tokens,
-            prefill_covered=self.prompt_tokens,
-            decode_tokens=covered + 1,
-            decode_covered=covered,
-            prompt_hashes=self.prompt_hashes,
-            labels=self.labels,
-        )
-
-
-def make_requests(
-    recipe: Recipe, geometry: ModelGeometry, requests: int, *, seed: int, sample: int = 0
-) -> MadeRequests:
-    """Draw requests.
+def make_trace(
+    recipe: Recipe, geometry: ModelGeometry, requests: int, *, seed: int, sample: int = 0, model: str = "made-up"
+) -> ActivationTrace:
+    """Draw requests with their outputs, as if they had been recorded.
 
     What domains and topics like is drawn from the seed alone, so that samples of one seed are of one model: one sample
     to calibrate with, another to serve.  Each part has a stream of chance of its own; what a domain or topic likes also
@@ -229,40 +165,66 @@ def make_requests(
         requests: how many, N.
         seed: of all that is drawn.
         sample: which sample; samples have no request in common.
+        model: name of the model.
+
+    Returns:
+        A trace with labels and no token ids: `population_of` makes a workload of it with expected active experts.
 
     Raises:
         InputError: the geometry leaves no choice, or there are to be no requests.
     """
     if geometry.top_k >= geometry.experts or requests < 1:
         raise InputError(f"generator: {requests} requests, {geometry}: need a request, and fewer than all experts")
-    shape, spread = (geometry.layers, geometry.experts), recipe.spread
     shares = np.array([topic.share for topic in recipe.topics])
     chosen = _stream(seed, _Part.CHOICE, sample).choice(len(shares), requests, p=shares / shares.sum())
-    of_topics = spread.shared * _stream(seed, _Part.SHARED).standard_normal(shape) + np.stack(
-        [
-            spread.domain * _named(seed, _Part.DOMAIN, topic.domain).standard_normal(shape)
-            + spread.topic * _named(seed, _Part.TOPIC, topic.name).standard_normal(shape)
-            for topic in recipe.topics
-        ]
-    )
-
-    def noise(part: _Part, scale: float) -> Probabilities:
-        return scale * _stream(seed, part, sample).standard_normal((requests, *shape), dtype=np.float32)
-
-    likings = of_topics.astype(np.float32)[chosen] + noise(_Part.REQUEST, spread.request)
-    prefill = marginals(likings + noise(_Part.PREFILL, spread.phase), geometry.top_k)
     tokens = _draw_lengths(recipe.prompts, requests, _stream(seed, _Part.LENGTH, sample))
-    return MadeRequests(
+    covered = np.full(requests, recipe.output_tokens - 1, dtype=np.int64)
+    own = _Own(recipe, geometry, seed, sample, _likings(recipe, geometry, seed)[chosen])
+    return ActivationTrace(
+        model,
         geometry,
-        labels=tuple(recipe.topics[t].domain for t in chosen),
-        prompt_tokens=tokens,
-        prefill=prefill,
-        decode=marginals(likings + noise(_Part.DECODE, spread.phase), geometry.top_k),
+        prefill=own.counts(_Part.PREFILL, tokens),
+        decode=own.counts(_Part.DECODE, covered),
+        prefill_tokens=tokens,
+        prefill_covered=tokens,
+        decode_tokens=covered + 1,
+        decode_covered=covered,
         prompt_hashes=tuple(prompt_hash(f"made {seed} {sample} {i}") for i in range(requests)),
-        prompt_counts=draw_counts(prefill, tokens, _stream(seed, _Part.PROMPT_COUNTS, sample)),
-        seed=seed,
-        sample=sample,
+        labels=tuple(recipe.topics[t].domain for t in chosen),
     )
+
+
+def _likings(recipe: Recipe, geometry: ModelGeometry, seed: int) -> npt.NDArray[np.float32]:
+    """`[topics, L, E]` logits that the requests of each topic have in common."""
+    spread, shape = recipe.spread, (geometry.layers, geometry.experts)
+    shared = spread.shared * _stream(seed, _Part.SHARED).standard_normal(shape)
+    found = [
+        shared
+        + spread.domain * _named(seed, _Part.DOMAIN, topic.domain).standard_normal(shape)
+        + spread.topic * _named(seed, _Part.TOPIC, topic.name).standard_normal(shape)
+        for topic in recipe.topics
+    ]
+    return np.array(found, dtype=np.float32)
+
+
+class _Own:
+    """What is each request's own, and what its tokens choose."""
+
+    def __init__(
+        self, recipe: Recipe, geometry: ModelGeometry, seed: int, sample: int, common: npt.NDArray[np.float32]
+    ) -> None:
+        self._recipe, self._geometry, self._seed, self._sample = recipe, geometry, seed, sample
+        self._logits = common + self._noise(_Part.REQUEST, recipe.spread.request, common.shape)
+
+    def _noise(self, part: _Part, scale: float, shape: tuple[int, ...]) -> npt.NDArray[np.float32]:
+        normal = _stream(self._seed, part, self._sample).standard_normal(shape, dtype=np.float32)
+        return np.float32(scale) * normal
+
+    def counts(self, phase: _Part, tokens: npt.NDArray[np.int64]) -> Counts:
+        """`[N, L, E]` counts of so many tokens in this phase."""
+        logits = self._logits + self._noise(phase, self._recipe.spread.phase, self._logits.shape)
+        rng = _stream(self._seed, _Part(phase + 1), self._sample)
+        return draw_counts(marginals(logits, self._geometry.top_k), tokens, rng, repeat=self._recipe.repeat)
 
 
 def _stream(seed: int, part: _Part, sample: int = 0) -> np.random.Generator:
@@ -276,62 +238,3 @@ def _named(seed: int, part: _Part, name: str) -> np.random.Generator:
 def _draw_lengths(lengths: Lengths, requests: int, rng: np.random.Generator) -> npt.NDArray[np.int64]:
     drawn = np.rint(lengths.median * np.exp(lengths.sigma * rng.standard_normal(requests)))
     return np.clip(drawn, lengths.least, lengths.most).astype(np.int64)
-
-
-# --- workloads -----------------------------------------------------------------------------------------------------
-
-WorkloadName = Literal["task", "language"]
-
-_SKETCH = Spread(shared=1.0, domain=1.4, topic=0.6, request=0.4, phase=0.3)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Made:
-    """A made-up workload.
-
-    Attributes:
-        population: what to serve.
-        calibration: other requests of the same model, labelled and with outputs, to fit profiles to.
-    """
-
-    population: Population
-    calibration: ActivationTrace
-
-
-def sketch(workload: WorkloadName, *, seed: int = 0, requests: int = 1500, calibration: int = 1000) -> Made:
-    """Qwen3-30B-A3B's geometry with 6 of its 48 layers, and domains in the shares of ELDR section 1.4.
-
-    Args:
-        workload: `task` or `language`.
-        seed: of all that is drawn.
-        requests: to serve.
-        calibration: to fit profiles to.
-    """
-    recipe, geometry = _RECIPES[workload], ModelGeometry(6, 128, 8)
-    served = make_requests(recipe, geometry, requests, seed=seed)
-    fitted = make_requests(recipe, geometry, calibration, seed=seed, sample=1)
-    return Made(served.population(512), fitted.trace(f"made-up {workload}", 512))
-
-
-def _topics(domains: Mapping[str, float], *, each: int, crossed: bool) -> tuple[Topic, ...]:
-    return tuple(
-        Topic(domain, f"topic {i}" if crossed else f"{domain} {i}", share / each)
-        for domain, share in domains.items()
-        for i in range(each)
-    )
-
-
-_RECIPES: Mapping[WorkloadName, Recipe] = {
-    "task": Recipe(
-        _SKETCH,
-        _topics({"legal": 3600, "code": 2779, "math": 2744, "medical": 2545}, each=4, crossed=False),
-        Lengths(150, 0.8),
-    ),
-    "language": Recipe(
-        Spread(shared=1.0, domain=0.7, topic=0.6, request=0.4, phase=0.3),
-        _topics(
-            {"en": 47.6, "zh": 27.8, "ru": 9.2, "fr": 2.4, "pt": 2.1, "es": 1.8, "other": 9.2}, each=12, crossed=True
-        ),
-        Lengths(80, 1.1),
-    ),
-}

@@ -1,0 +1,214 @@
+"""Fit the constants of made-up workloads to the published figures that are marked `fit`.
+
+    python scripts/fit_published.py                     # writes src/coterie/published/fitted.toml, in some minutes
+    python scripts/fit_published.py --published DIR --out FILE
+
+1. The generator (`coterie.sim.generator`): its constants are those that give the statistics of ELDR's section on
+   motivation and of its Figure 7 best, in the mean over models, and are least unlike the guesses in `PRIOR`.
+2. The step time (`coterie.latency`): the part of the experts from Figure 2a and the bytes of an expert; the rest from
+   the TPOT of round robin at five rates.
+
+It sees nothing else: the rows that are marked `compare` are dropped as soon as they are read.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from scipy.optimize import least_squares
+
+from coterie.analysis import DecodeUse
+from coterie.core import ModelGeometry
+from coterie.published import FOLDER, Check, Fitted, FittedSpread, FittedStep, Published, dump_fitted, load_published
+from coterie.reproduce.motivation import BATCH_SIZES, Motivation, measure
+from coterie.sim.generator import Spread, make_trace
+from coterie.sim.made import recipe_of
+
+Constants = Mapping[str, float]
+Floats = npt.NDArray[np.float64]
+
+PRIOR: Constants = {
+    "repeat": 4.0,
+    "shared": 1.0,
+    "request": 0.4,
+    "phase": 0.3,
+    "task.domain": 1.4,
+    "task.topic": 0.6,
+    "language.domain": 0.7,
+    "language.topic": 0.6,
+}
+"""Guesses, in the order of magnitude of what trained routers do.  More constants than statistics: these decide what the
+statistics leave open, and no more than that."""
+
+_DOUBT = 0.7  # standard deviation of the logarithm of a guess
+_SHIFT, _STEP = 10.0, 0.02  # steps of differentiation are relative: 0.2 units here, well above the noise of drawing
+_READING = 0.03  # of a correlation that was read off a figure
+_DECODERS = 16
+_LAYERS = 4
+_DRAWS = 100
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--published", type=Path, default=FOLDER, help="folder with the published figures")
+    parser.add_argument("--out", type=Path, default=FOLDER / "fitted.toml", help="file to write")
+    parser.add_argument("--requests", type=int, default=600, help="of each made-up trace")
+    parser.add_argument("--rounds", type=int, default=10, help="of the generator's fit; 0 keeps the guesses")
+    given = parser.parse_args()
+    published = load_published(given.published).to_fit()
+    given.out.write_text(dump_fitted(fit(published, given.requests, given.rounds)), encoding="utf-8")
+
+
+def fit(published: Published, requests: int, rounds: int) -> Fitted:
+    """All constants."""
+    constants = fit_generator(published, requests, rounds)
+    spread = {workload: spread_of(constants, workload) for workload in published.workloads}
+    return Fitted(
+        constants["repeat"],
+        {
+            workload: FittedSpread(*(getattr(one, name) for name in FittedSpread.__struct_fields__))
+            for workload, one in spread.items()
+        },
+        {model: fit_step(published, constants, model, requests) for model in published.models},
+        [
+            Check(name, target, found)
+            for (name, (target, _)), found in zip(
+                targets(published).items(), statistics(published, constants, requests), strict=True
+            )
+        ],
+    )
+
+
+# --- the generator -------------------------------------------------------------------------------------------------
+
+
+def fit_generator(published: Published, requests: int, rounds: int) -> Constants:
+    """The constants with the least sum of squares.
+
+    Statistics are off in units of how well they are known, constants in units of how well they are guessed:
+
+        constant = guess * exp(_DOUBT * off)
+    """
+    guesses = np.array(list(PRIOR.values()))
+    middles, widths = np.array(list(targets(published).values())).T
+
+    def constants(off: Floats) -> Constants:
+        return dict(zip(PRIOR, (guesses * np.exp(_DOUBT * off)).tolist(), strict=True))
+
+    def residuals(shifted: Floats) -> Floats:
+        found = np.array(statistics(published, constants(shifted - _SHIFT), requests))
+        return np.concatenate([(found - middles) / widths, shifted - _SHIFT])
+
+    if not rounds:
+        return PRIOR
+    start = np.full(len(guesses), _SHIFT)
+    return constants(least_squares(residuals, start, diff_step=_STEP, max_nfev=rounds).x - _SHIFT)
+
+
+def targets(published: Published) -> dict[str, tuple[float, float]]:
+    """Each statistic's published value and how well it is known: half of a range, or the error of reading a figure."""
+    rows = {
+        "task: same-domain batches": published.figure("motivation", "same_domain_active", workload="task"),
+        "language: same-domain batches": published.figure("motivation", "same_domain_active", workload="language"),
+        "r of prefill and decode": published.figure("motivation", "prefill_decode_r"),
+    }
+    found = {name: (row.middle, (row.high - row.low) / 2) for name, row in rows.items()}
+    for kind in ("count_idf", "count", "binary"):
+        row = published.figure("motivation", "rho", setting=f"{kind}, mean of six cells")
+        found[f"rho of {kind}"] = (row.middle, _READING)
+    row = published.figure("motivation", "rho", workload="language", model="gptoss")
+    return {**found, "language, gptoss: rho of count_idf": (row.middle, _READING)}
+
+
+def statistics(published: Published, constants: Constants, requests: int) -> list[float]:
+    """What the constants give for each of `targets`, in its order; the mean over models where it names none."""
+    cells = {
+        (workload, top_k): motivation(published, constants, workload, top_k, requests)
+        for workload in published.workloads
+        for top_k in sorted({model.top_k for model in published.models.values()})
+    }
+
+    def mean(workload: str, value) -> float:
+        return float(np.mean([value(cells[workload, model.top_k]) for model in published.models.values()]))
+
+    def change(one: Motivation) -> float:
+        return -100 * float(np.mean([one.same_domain[size] for size in BATCH_SIZES]))
+
+    both = list(published.workloads)
+    return [
+        *(mean(workload, change) for workload in both),
+        float(np.mean([mean(workload, lambda one: one.r) for workload in both])),
+        *(
+            float(np.mean([mean(workload, lambda one, kind=kind: one.rho[kind]) for workload in both]))
+            for kind in ("count_idf", "count", "binary")
+        ),
+        cells["language", published.models["gptoss"].top_k].rho["count_idf"],
+    ]
+
+
+def motivation(published: Published, constants: Constants, workload: str, top_k: int, requests: int) -> Motivation:
+    """Measure a workload on a model of this top-k."""
+    about = published.workloads[workload]
+    recipe = recipe_of(about, spread_of(constants, workload), constants["repeat"])
+    return measure(recipe, about, ModelGeometry(_LAYERS, 128, top_k), requests, kinds=("count_idf", "count", "binary"))
+
+
+def spread_of(constants: Constants, workload: str) -> Spread:
+    """The spread of a workload: some parts are its own."""
+    own = {part: constants[f"{workload}.{part}"] for part in ("domain", "topic")}
+    return Spread(constants["shared"], own["domain"], own["topic"], constants["request"], constants["phase"])
+
+
+# --- the step time -------------------------------------------------------------------------------------------------
+
+
+def fit_step(published: Published, constants: Constants, model: str, requests: int) -> FittedStep:
+    """The expert part by bytes, and a table of what is left of round robin's TPOT at each rate.
+
+    The batch follows from TPOT: a decode worker holds rate / workers * output tokens * TPOT requests (Little's law).
+    """
+    per_expert_s = expert_s(published) * published.models[model].expert_bytes / published.models["qwen"].expert_bytes
+    points: dict[float, list[tuple[float, float]]] = {}
+    for workload, about in published.workloads.items():
+        active = RandomBatches(published, constants, workload, model, requests)
+        for row in published.tpot:
+            if (row.workload, row.model) == (workload, model):
+                batch = row.rate / _DECODERS * about.output_tokens * row.tpot_p50_ms / 1e3
+                rest_s = row.tpot_p50_ms / 1e3 - per_expert_s * active(round(batch))
+                points.setdefault(row.rate, []).append((batch, rest_s))
+    batches, rest = np.array([np.mean(points[rate], axis=0) for rate in sorted(points)]).T  # of both workloads
+    slope = max(0.0, float(np.polyfit(batches, rest, 1)[0]))
+    return FittedStep(slope, per_expert_s, list(zip(batches.tolist(), (rest - slope * batches).tolist(), strict=True)))
+
+
+def expert_s(published: Published) -> float:
+    """Seconds for one more active expert in a layer of Qwen3-30B-A3B.
+
+    fixed + 128 s = ratio (fixed + 16 s),   fixed + 100 s = time
+    """
+    ratio = published.figure("layer_time", "ratio_16_to_128_active").middle
+    time_s = published.figure("layer_time", "ms_at_100_active", setting="batch 32").middle / 1e3
+    return time_s / ((128 - 16 * ratio) / (ratio - 1) + 100)
+
+
+class RandomBatches:
+    """Batches as round robin makes them; call it for their active experts, of all layers of the model."""
+
+    def __init__(self, published: Published, constants: Constants, workload: str, model: str, requests: int) -> None:
+        of, about = published.models[model], published.workloads[workload]
+        recipe = recipe_of(about, spread_of(constants, workload), constants["repeat"])
+        trace = make_trace(recipe, ModelGeometry(_LAYERS, of.experts, of.top_k), requests, seed=0)
+        self._use, self._layers = DecodeUse(trace.decode, trace.decode_covered), of.layers
+
+    def __call__(self, batch: int) -> float:
+        rng = np.random.default_rng(batch)
+        batches = [rng.choice(len(self._use.tokens), batch, replace=False) for _ in range(_DRAWS)]
+        return self._layers * float(self._use.active(batches).mean())
+
+
+if __name__ == "__main__":
+    main()

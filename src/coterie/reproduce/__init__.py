@@ -1,0 +1,1 @@
+"""The paper's figures, simulated and set beside what was published."""
