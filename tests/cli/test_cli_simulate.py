@@ -1,5 +1,6 @@
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -75,9 +76,88 @@ def test_what_weakens_the_figures_is_said(capsys):
     assert "Active experts are expected values" in capsys.readouterr().out
 
 
+def test_changes_of_cluster_and_mix_are_shown_over_time(capsys):
+    arguments = ["--duration-s", 30, "--rate", 10, "--policies", "round_robin,locality", "--profile", "other.profile"]
+    mixes = ["--mix", "domain 0=1", "--drift", "10:domain 1=1,domain 2=1"]
+    workers = ["--lose", "decode-1@15", "--join", "decode-1@20"]
+    assert run(*arguments, *mixes, *workers) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("the mix changes") == shown.count("decode-1 lost") == shown.count("decode-1 joined") == 2
+    assert run(*arguments, *mixes, *workers, "--json") == 0
+    document = json.loads(capsys.readouterr().out)
+    assert [timeline["policy"] for timeline in document["timelines"]] == ["round_robin", "locality"]
+    for row, timeline in zip(document["rows"], document["timelines"], strict=True):
+        assert [felt["time_s"] for felt in timeline["recoveries"]] == [10, 15, 20]
+        assert len(timeline["windows"]) == 5
+        assert 0 < sum(window["failed"] for window in timeline["windows"]) == row["failed"]
+
+
+def test_a_worker_beyond_the_topology_joins_it(capsys):
+    assert run("--rate", 30, "--join", "decode-3@0.5", "--json") == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert all(row["failed"] == 0 for row in rows)
+
+
+def test_seeds_are_paired_and_policies_compared_with_the_best_balancer(capsys):
+    arguments = [
+        "--rate",
+        200,
+        "--policies",
+        "round_robin,least_load,locality",
+        "--profile",
+        "other.profile",
+        "--seeds",
+        3,
+    ]
+    assert run(*arguments) == 0
+    shown = capsys.readouterr().out
+    assert "Change against the best load balancer" in shown
+    assert "Means over 3 seeds" in " ".join(shown.split())
+    assert max(map(len, shown.splitlines())) <= 100
+    assert run(*arguments, "--json") == 0
+    document = json.loads(capsys.readouterr().out)
+    assert [row["seed"] for row in document["rows"]] == [0, 1, 2] * 3
+    active = [
+        one for one in document["changes"] if (one["policy"], one["figure"]) == ("locality", "active_experts_mean")
+    ]
+    assert active[0]["change"]["low"] <= active[0]["change"]["mean"] <= active[0]["change"]["high"] < 0
+
+
+def test_the_page_has_the_figures_of_every_rate(capsys):
+    assert run("--rate", 10, "--duration-s", 15, "--lose", "decode-0@8", "--html", "out.html") == 0
+    assert "wrote out.html" in capsys.readouterr().out
+    page = Path("out.html").read_text()
+    assert (
+        page.count("Distribution of TPOT") == page.count("TPOT over time") == page.count("<title>Active experts") == 1
+    )
+    assert "dashed lines mark changes" in page
+    assert "<script" not in page
+
+
+def test_groups_of_ranks_scarce_kv_and_first_tokens_from_prefill_can_be_asked_for(capsys):
+    assert run("--rate", 60, "--kv-tokens", 96, "--prefill-first", "--topology", "2P3Dx2", "--warm-up-s", 0.2) == 0
+    shown = capsys.readouterr().out
+    assert "What arrived in the first 0.2 s is in no figure." in shown
+    assert "a request was preempted for want of KV" in shown
+
+
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [
+        (["--mix", "domain 0"], 2, "'domain 0' is not like en=0.8"),
+        (["--mix", "domain 0=much"], 2, "'much' is not a number"),
+        (["--mix", "zh=1"], 1, "no request is of 'zh'"),
+        (["--drift", "5:domain 0=1"], 1, "say by --mix what it is before"),
+        (["--drift", "domain 0=1"], 2, "is not like 60:en=0.2,zh=0.8"),
+        (["--lose", "decode-1"], 2, "'decode-1' is not like decode-3@60"),
+        (["--lose", "decode-1@soon"], 2, "'soon' is not a number"),
+        (["--lose", "decode-1@-1"], 2, "'-1' is no time from 0 s on"),
+        (["--lose", "decode-7@1"], 1, "no worker is named 'decode-7'"),
+        (["--join", "decode-5@1"], 1, "decode-3 has to join too"),
+        (["--join", "router-1@1"], 1, "no worker is named 'router-1'"),
+        (["--warm-up-s", "-1"], 1, "warm_up_s must be finite and not negative"),
+        (["--kv-tokens", "20"], 1, "the longest request has 53 tokens"),
+        (["--html", "a.trace"], 1, "a.trace"),
         (["--policies", "fastest"], 2, "'fastest' is none of round_robin"),
         (["--policies", "locality"], 1, "locality needs --profile"),
         (["--policies", "locality", "--profile", "other.profile", "--topology", "2P4D"], 1, "3 centroids for 4 decode"),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,22 +16,22 @@ from rich.console import Console
 from coterie.activations import ActivationTrace
 from coterie.calibration import Profile
 from coterie.cli.show import show
+from coterie.cli.simulated import Simulated, page, sentences, tables
 from coterie.errors import ConfigError
+from coterie.files import check_target
 from coterie.latency import QWEN3_30B_MI300X, StepTime, fit_step_time, mean_error, read_step_points
-from coterie.report.tables import Table, number
+from coterie.report import svg
+from coterie.report.page import write
 from coterie.routing import DECODE_POLICIES, DEFAULT_TAU, PREFILL_POLICIES, make_policy
-from coterie.sim import ClusterSpec, Population, Row, Stream, parse_topology, population_of
+from coterie.sim import Change, ClusterSpec, Drift, Mix, Population, Stream, parse_topology, population_of
 from coterie.sim import simulate as run
+from coterie.sim.cluster import Cluster
+from coterie.sim.spec import Topology
+from coterie.sim.timeline import events_of
 
 _PATH = click.Path(path_type=Path, dir_okay=False)
 _WIDTH = 100
-_COLUMNS = {
-    "tpot_p50_ms": "TPOT P50",
-    "tpot_p99_ms": "P99",
-    "ttft_p50_ms": "TTFT P50",
-    "active_experts_mean": "active experts",
-    "batch_mean": "batch",
-}
+_NEEDS_PROFILE = ("locality", "locality_refit")
 
 
 def _read_policies(ctx: click.Context, param: click.Parameter, value: str) -> tuple[str, ...]:
@@ -39,6 +40,54 @@ def _read_policies(ctx: click.Context, param: click.Parameter, value: str) -> tu
         if name not in DECODE_POLICIES:
             raise click.BadParameter(f"{name!r} is none of {', '.join(DECODE_POLICIES)}")
     return names
+
+
+def _read_mix(ctx: click.Context, param: click.Parameter, value: str | None) -> Mix | None:
+    return None if value is None else _mix_of(value)
+
+
+def _read_drifts(ctx: click.Context, param: click.Parameter, value: Sequence[str]) -> tuple[tuple[float, Mix], ...]:
+    found = []
+    for text in value:
+        seconds, colon, mix = text.partition(":")
+        if not colon:
+            raise click.BadParameter(f"{text!r} is not like 60:en=0.2,zh=0.8")
+        found.append((_seconds_of(seconds), _mix_of(mix)))
+    return tuple(found)
+
+
+def _read_moments(ctx: click.Context, param: click.Parameter, value: Sequence[str]) -> tuple[tuple[str, float], ...]:
+    found = []
+    for text in value:
+        name, at, seconds = text.rpartition("@")
+        if not at:
+            raise click.BadParameter(f"{text!r} is not like decode-3@60")
+        found.append((name, _seconds_of(seconds)))
+    return tuple(found)
+
+
+def _mix_of(text: str) -> Mix:
+    weights = []
+    for part in text.split(","):
+        name, sign, weight = part.rpartition("=")
+        if not sign:
+            raise click.BadParameter(f"{part!r} is not like en=0.8")
+        weights.append((name, _number_of(weight)))
+    return Mix(tuple(weights))
+
+
+def _seconds_of(text: str) -> float:
+    seconds = _number_of(text)
+    if not (math.isfinite(seconds) and seconds >= 0):
+        raise click.BadParameter(f"{text!r} is no time from 0 s on")
+    return seconds
+
+
+def _number_of(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise click.BadParameter(f"{text!r} is not a number") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +103,22 @@ class _Options:
     output_tokens: int | None
     duration_s: float
     burstiness: float
+    warm_up_s: float
+    mix: Mix | None
+    drifts: tuple[tuple[float, Mix], ...]
+    losses: tuple[tuple[str, float], ...]
+    joins: tuple[tuple[str, float], ...]
+    kv_tokens: int | None
+    prefill_first: bool
     seed: int
+    seeds: int
 
 
 @click.command()
 @click.option("--workload", type=_PATH, required=True, metavar="TRACE", help="Trace of `coterie collect`.")
-@click.option("--topology", required=True, metavar="8P16D", help="Prefill and decode workers.")
+@click.option(
+    "--topology", required=True, metavar="8P16D", help="Prefill and decode workers; 2P4Dx8: groups of 8 ranks."
+)
 @click.option("--rate", "rates", type=float, required=True, multiple=True, help="Requests a second; repeat for more.")
 @click.option(
     "--policies",
@@ -75,34 +134,50 @@ class _Options:
 @click.option("--output-tokens", type=click.IntRange(1), help="Of every request.  [default: as recorded]")
 @click.option("--duration-s", type=float, default=120.0, show_default=True, help="For how long requests arrive.")
 @click.option("--burstiness", type=float, default=1.0, show_default=True, help="1: Poisson; less: bursts.")
+@click.option("--warm-up-s", type=float, default=0.0, show_default=True, help="What arrives before is in no figure.")
+@click.option("--mix", callback=_read_mix, metavar="EN=8,ZH=2", help="Weights of the domains.  [default: as recorded]")
+@click.option(
+    "--drift", "drifts", callback=_read_drifts, multiple=True, metavar="60:EN=2,ZH=8", help="The mix from a time on."
+)
+@click.option(
+    "--lose",
+    "losses",
+    callback=_read_moments,
+    multiple=True,
+    metavar="NAME@S",
+    help="A worker is lost, as decode-3@60.",
+)
+@click.option(
+    "--join", "joins", callback=_read_moments, multiple=True, metavar="NAME@S", help="A worker comes, as decode-16@90."
+)
+@click.option("--kv-tokens", type=click.IntRange(1), help="Tokens of KV on each decode worker.  [default: unlimited]")
+@click.option("--prefill-first", is_flag=True, help="Clients get their first token from the prefill worker.")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Same seed, same numbers.")
+@click.option("--seeds", type=click.IntRange(1), default=1, show_default=True, help="Runs with seeds from --seed on.")
 @click.option("--json", "as_json", is_flag=True, help="Print the rows as JSON.")
-def simulate(as_json: bool, **given: Any) -> None:
+@click.option("--html", type=_PATH, metavar="OUT.html", help="Write a page to open in a browser; needs matplotlib.")
+def simulate(as_json: bool, html: Path | None, **given: Any) -> None:
     """Compare decode policies on a simulated cluster, under the gateway's own routing code.
 
     Requests are those of TRACE, in random order; each uses the experts that were recorded of it.  Without --steps,
     decode steps take as long as those of Qwen3-30B-A3B on an MI300X, which is no figure for another model or machine.
     """
     options = _Options(**given)
+    if html:
+        svg.check()
+        check_target(html, [path for path in (options.workload, options.profile, options.steps) if path])
     times = _step_time(options.steps)
     with _status() as tell:
         tell("reading the trace")
-        trace = ActivationTrace.load(options.workload)
-        profile = Profile.load(options.profile) if options.profile else None
-        _check(options, trace, profile)
-        topology = parse_topology(options.topology)
-        spec = ClusterSpec(topology.prefill, topology.decode, topology.ranks, step_time=times)
-        setting = _Setting(spec, trace, profile, options)
-        population = population_of(trace, output_tokens=options.output_tokens)
-        rows = []
-        for rate in options.rates:
-            for policy in options.policies:
-                tell(f"{policy} at {rate:g} requests/s")
-                rows.append(setting.run(population, policy, rate))
+        found = _Setting.of(options, times).run_all(tell)
+    if html:
+        write(html, page(found))
     if as_json:
-        click.echo(msgspec.json.encode({"rows": rows}))
-    else:
-        show(*_report(options, trace, profile, rows), _WIDTH)
+        click.echo(msgspec.json.encode(found.document()))
+        return
+    show(sentences(found), tables(found), _WIDTH)
+    if html:
+        click.echo(f"\nwrote {html}")
 
 
 def _step_time(file: Path | None) -> StepTime:
@@ -119,47 +194,118 @@ def _step_time(file: Path | None) -> StepTime:
     return times
 
 
-def _check(options: _Options, trace: ActivationTrace, profile: Profile | None) -> None:
-    if "locality" in options.policies and profile is None:
-        raise ConfigError("locality needs --profile; make one with `coterie fit`")
-    if profile is not None and profile.geometry != trace.geometry:
-        raise ConfigError(f"{options.profile} is of {profile.geometry}, {options.workload} of {trace.geometry}")
-
-
 @dataclass(frozen=True, slots=True)
 class _Setting:
     spec: ClusterSpec
+    changes: tuple[Change, ...]
+    drift: Drift | None
     trace: ActivationTrace
+    population: Population
     profile: Profile | None
     options: _Options
 
-    def run(self, population: Population, policy: str, rate: float) -> Row:
-        options = self.options
-        decode = make_policy(
-            policy, self.spec.targets("decode"), profile=self.profile, trace=self.trace, tau=options.tau
+    @classmethod
+    def of(cls, options: _Options, times: StepTime) -> _Setting:
+        """Read what the options name, and check that it goes together."""
+        trace = ActivationTrace.load(options.workload)
+        profile = Profile.load(options.profile) if options.profile else None
+        _check(options, trace, profile)
+        topology = parse_topology(options.topology)
+        changes = _changes(options, topology)
+        spec = ClusterSpec(
+            topology.prefill,
+            max([topology.decode, *(1 + _group_of(name) for name, _ in options.joins)]),
+            topology.ranks,
+            step_time=times,
+            kv_tokens=options.kv_tokens,
+            prefill_first=options.prefill_first,
+            absent=_absent(changes),
         )
-        prefill = make_policy(options.prefill_policy, self.spec.targets("prefill"))
-        traffic = Stream(rate, options.duration_s, options.burstiness)
-        return run(population, traffic, self.spec, prefill=prefill, decode=decode, seed=options.seed)
+        population = population_of(trace, output_tokens=options.output_tokens)
+        return cls(spec, changes, _drift(options), trace, population, profile, options)
+
+    def run_all(self, tell: Callable[[str], object]) -> Simulated:
+        """Every policy at every rate with every seed."""
+        options, trace = self.options, self.trace
+        title = f"{options.topology}, {trace.model} ({trace.geometry}), {len(trace)} recorded requests"
+        found = Simulated(title, _notes(options, trace, self.profile), events_of(self.changes, self.drift))
+        for rate in options.rates:
+            for policy in options.policies:
+                for seed in range(options.seed, options.seed + options.seeds):
+                    tell(f"{policy} at {rate:g} requests/s, seed {seed}")
+                    self._run(policy, rate, seed, found)
+        return found
+
+    def _run(self, policy: str, rate: float, seed: int, found: Simulated) -> None:
+        options, targets = self.options, self.spec.targets("decode")
+        clusters: list[Cluster] = []
+        row = run(
+            self.population,
+            Stream(rate, options.duration_s, options.burstiness),
+            self.spec,
+            prefill=make_policy(options.prefill_policy, self.spec.targets("prefill")),
+            decode=make_policy(policy, targets, profile=self.profile, trace=self.trace, tau=options.tau),
+            seed=seed,
+            drift=self.drift,
+            changes=self.changes,
+            warm_up_s=options.warm_up_s,
+            on_end=clusters.append,
+        )
+        found.add(row, clusters[0])
 
 
-def _report(
-    options: _Options, trace: ActivationTrace, profile: Profile | None, rows: list[Row]
-) -> tuple[list[str], list[Table]]:
-    sentences = [f"{options.topology}, {trace.model} ({trace.geometry}), {len(trace)} recorded requests"]
-    if trace.decode_ids is None:
-        sentences.append("Active experts are expected values: the trace has no expert ids of output tokens.")
-    if profile is not None and profile.trace_digest == trace.digest():
-        sentences.append("The profile was fitted to these very requests: others would gain less.")
-    if options.steps is None:
-        sentences.append("Step times are those of Qwen3-30B-A3B on an MI300X; give --steps for yours.")
-    cells = [
-        (f"{row.rate:g}", row.policy, str(row.requests), str(row.failed), *(number(getattr(row, c)) for c in _COLUMNS))
-        for row in rows
+def _check(options: _Options, trace: ActivationTrace, profile: Profile | None) -> None:
+    for policy in options.policies:
+        if policy in _NEEDS_PROFILE and profile is None:
+            raise ConfigError(f"{policy} needs --profile; make one with `coterie fit`")
+    if profile is not None and profile.geometry != trace.geometry:
+        raise ConfigError(f"{options.profile} is of {profile.geometry}, {options.workload} of {trace.geometry}")
+    if options.drifts and options.mix is None:
+        raise ConfigError("--drift changes the mix; say by --mix what it is before")
+
+
+def _changes(options: _Options, topology: Topology) -> tuple[Change, ...]:
+    changes = [
+        *(Change(time_s, name, "lost") for name, time_s in options.losses),
+        *(Change(time_s, name, "joined") for name, time_s in options.joins),
     ]
-    columns = (">rate", "policy", ">requests", ">failed", *(f">{title}" for title in _COLUMNS.values()))
-    note = "Times in ms.  Active experts: different ones of a layer in a decode step, on average."
-    return sentences, [Table("Policies", columns, tuple(cells), note)]
+    joining = {_group_of(name) for name, _ in options.joins}
+    for new in range(topology.decode, max(joining, default=-1)):
+        if new not in joining:
+            raise ConfigError(f"--join: decode-{new} has to join too, since workers are numbered without gaps")
+    return tuple(sorted(changes, key=lambda change: change.time_s))
+
+
+def _absent(changes: Sequence[Change]) -> frozenset[str]:
+    """Workers whose first change is that they join: until then they are not there."""
+    first: dict[str, Change] = {}
+    for change in changes:
+        first.setdefault(change.worker, change)
+    return frozenset(name for name, change in first.items() if change.kind == "joined")
+
+
+def _group_of(name: str) -> int:
+    """Number of a decode group; -1 for another name, which the cluster refuses where it has no such worker."""
+    number = name.removeprefix("decode-").partition(".")[0]
+    return int(number) if name.startswith("decode-") and number.isdecimal() and len(number) <= 4 else -1
+
+
+def _drift(options: _Options) -> Drift | None:
+    return None if options.mix is None else Drift(((0.0, options.mix), *sorted(options.drifts, key=lambda one: one[0])))
+
+
+def _notes(options: _Options, trace: ActivationTrace, profile: Profile | None) -> tuple[str, ...]:
+    """What weakens the figures, or is particular to them."""
+    notes = []
+    if trace.decode_ids is None:
+        notes.append("Active experts are expected values: the trace has no expert ids of output tokens.")
+    if profile is not None and profile.trace_digest == trace.digest():
+        notes.append("The profile was fitted to these very requests: others would gain less.")
+    if options.steps is None:
+        notes.append("Step times are those of Qwen3-30B-A3B on an MI300X; give --steps for yours.")
+    if options.warm_up_s:
+        notes.append(f"What arrived in the first {options.warm_up_s:g} s is in no figure.")
+    return tuple(notes)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from coterie.sim.experts import ExpectedExperts, ReplayedExperts
 from coterie.sim.result import Row
 from coterie.sim.run import simulate
 from coterie.sim.spec import Change, ClusterSpec, parse_topology
+from coterie.sim.timeline import Recovery, Window, recoveries, windows
 from coterie.sim.workload import Drift, Mix, Population, RecordedTimes, Stream, Traffic, population_of
 
 __all__ = [
@@ -21,11 +22,15 @@ __all__ = [
     "Mix",
     "Population",
     "RecordedTimes",
+    "Recovery",
     "ReplayedExperts",
     "Row",
     "Stream",
     "Traffic",
+    "Window",
     "parse_topology",
     "population_of",
+    "recoveries",
     "simulate",
+    "windows",
 ]

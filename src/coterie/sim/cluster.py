@@ -11,7 +11,7 @@ from coterie.clock import Clock
 from coterie.core import Decision, Role, RouteRequest, Served, WorkerState
 from coterie.errors import ConfigError, NoWorkerError
 from coterie.metrics import RequestTimeline
-from coterie.routing import STALE_AFTER, Background, Filter, Lease, Ledger, Policy, random_stream, route
+from coterie.routing import STALE_AFTER, Background, Filter, Lease, LeaseTotals, Ledger, Policy, random_stream, route
 from coterie.sim.background import BackgroundWork
 from coterie.sim.decode import DecodeGroup, StepTotals
 from coterie.sim.experts import Experts
@@ -187,8 +187,12 @@ class Cluster:
         return (self._prefill if role == "prefill" else self._decode).ledger.states()
 
     def totals(self) -> tuple[StepTotals, ...]:
-        """Sums over the steps of each decode group."""
+        """Sums over the steps of each decode group, since the warm-up."""
         return tuple(group.totals for group in self._groups)
+
+    def leases(self) -> dict[str, LeaseTotals]:
+        """What each decode worker was given, by name, warm-up included."""
+        return self._decode.ledger.totals()
 
     # --- one request's life ---
 
@@ -244,7 +248,7 @@ class Cluster:
     def _fail(self, arrival: Arrival) -> None:
         self._failed += 1
         self.end_s = self._kernel.now()
-        self.outcomes.fail(arrival.time_s)
+        self.outcomes.fail(arrival.time_s, self.end_s)
 
     def _read(self) -> None:
         """Let decode workers say how they are, as `gateway.readings` does."""

@@ -9,32 +9,41 @@ from coterie.metrics import RequestTimeline
 
 
 class Outcomes:
-    """Counts, and 32 bytes of each request that finished.
+    """Counts, 32 bytes of each request that finished, and 8 of each that failed.
 
     Requests that arrive before `since_s` are left out: they warm the cluster up.
 
     Attributes:
         since_s: arrivals count from here on.
         arrived: requests that came in.
-        failed: those of them that were not served.
+        last_arrival_s: when the last of all did, so far.
         arrived_s: when each of those that finished came, in order of their ends, as are the other columns.
         ttft_s: their times to first token.
         tpot_s: their times per output token; NaN for those with a single token.
         end_s: when they had their last token.
+        failed_s: when those that failed did, in order.
     """
 
     def __init__(self, since_s: float) -> None:
         self.since_s = since_s
-        self.arrived = self.failed = 0
-        self.arrived_s, self.ttft_s, self.tpot_s, self.end_s = (array("d") for _ in range(4))
+        self.arrived = 0
+        self.last_arrival_s = 0.0
+        self.arrived_s, self.ttft_s, self.tpot_s, self.end_s, self.failed_s = (array("d") for _ in range(5))
+
+    @property
+    def failed(self) -> int:
+        """Those of the requests that were not served."""
+        return len(self.failed_s)
 
     def arrive(self, time_s: float) -> None:
         """A request came in."""
         self.arrived += time_s >= self.since_s
+        self.last_arrival_s = time_s
 
-    def fail(self, arrived_s: float) -> None:
+    def fail(self, arrived_s: float, now_s: float) -> None:
         """One that came at `arrived_s` was not served."""
-        self.failed += arrived_s >= self.since_s
+        if arrived_s >= self.since_s:
+            self.failed_s.append(now_s)
 
     def finish(self, timeline: RequestTimeline) -> None:
         """One had its last token."""

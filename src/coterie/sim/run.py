@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from coterie.errors import ConfigError
 from coterie.routing import Policy
@@ -25,6 +25,7 @@ def simulate(
     changes: Sequence[Change] = (),
     warm_up_s: float = 0.0,
     on_decision: OnDecision | None = None,
+    on_end: Callable[[Cluster], object] | None = None,
 ) -> Row:
     """Simulate until every request has ended.
 
@@ -43,6 +44,7 @@ def simulate(
         warm_up_s: requests that arrive before are served, and are in no figure of the row; nor are decode steps that
             begin before.
         on_decision: told of every decision.
+        on_end: shown the cluster once all is over, for figures beyond the row.
 
     Raises:
         ConfigError: a change names no worker, a time cannot be, the drift names a domain without requests, or a
@@ -63,6 +65,8 @@ def simulate(
     cluster.plan(changes)
     cluster.feed(arrivals(population, traffic, seed, drift))
     kernel.run()
+    if on_end is not None:
+        on_end(cluster)
     layers = population.experts.geometry.layers
     return sum_up(cluster, layers, policy=decode.name, rate=traffic.rate_per_s, seed=seed)
 
