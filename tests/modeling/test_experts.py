@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from coterie.modeling import experts
-from coterie.modeling.experts import ExpertWeights, block_expert, dense, routed
+from coterie.modeling.experts import ExpertWeights, block_expert, routed
 from coterie.modeling.gates import Choice
 
 HIDDEN = 20
@@ -40,34 +40,34 @@ def rows_of(tokens, seed=2):
 
 
 @pytest.mark.parametrize("size", [24, 64, 100])
-def test_routed_experts_are_the_weighted_sum_of_their_formula(size):
+def test_routed_experts_are_the_weighted_sum_of_their_formula(size, any_kernel):
     parts, rows, choice = random_experts(6, size), rows_of(9), random_choice(9, 6, 3)
     expected = [
         sum(w * plain(row, *(part[e] for part in parts)) for e, w in zip(ids, weights, strict=True))
         for row, ids, weights in zip(rows, choice.ids, choice.weights, strict=True)
     ]
-    result = routed(rows, choice, pack(parts, -(-size // 64)))
+    result = any_kernel.routed(rows, choice, pack(parts, -(-size // 64)))
     np.testing.assert_allclose(result, expected, rtol=1e-4, atol=1e-3)
 
 
-def test_a_dense_feed_forward_is_its_formula():
+def test_a_dense_feed_forward_is_its_formula(any_kernel):
     parts, rows = random_experts(1, 100), rows_of(21)
     expected = [plain(row, *(part[0] for part in parts)) for row in rows]
-    np.testing.assert_allclose(dense(rows, pack(parts, 2)), expected, rtol=1e-4, atol=1e-3)
+    np.testing.assert_allclose(any_kernel.dense(rows, pack(parts, 2)), expected, rtol=1e-4, atol=1e-3)
 
 
-def test_padding_changes_no_bit():
+def test_padding_changes_no_bit(any_kernel):
     parts, rows, choice = random_experts(6, 100), rows_of(9), random_choice(9, 6, 3)
-    padded = routed(rows, choice, pack(parts, 32))
-    np.testing.assert_array_equal(padded, routed(rows, choice, pack(parts, 2)))
+    padded = any_kernel.routed(rows, choice, pack(parts, 32))
+    np.testing.assert_array_equal(padded, any_kernel.routed(rows, choice, pack(parts, 2)))
 
 
-def test_experts_that_no_token_chose_are_not_read():
+def test_experts_that_no_token_chose_are_not_read(any_kernel):
     parts, choice = random_experts(6, 24), random_choice(5, 3, 2)  # only experts 0, 1 and 2
     weights = pack(parts, 1)
-    result = routed(rows_of(5), choice, weights)
+    result = any_kernel.routed(rows_of(5), choice, weights)
     weights.gate_up[3:] = weights.down[3:] = np.nan
-    np.testing.assert_array_equal(routed(rows_of(5), choice, weights), result)
+    np.testing.assert_array_equal(any_kernel.routed(rows_of(5), choice, weights), result)
 
 
 @pytest.mark.parametrize("wave", [1, 7, 1024])
@@ -82,14 +82,17 @@ def test_a_token_s_bits_depend_on_no_other_token_and_on_no_wave(wave, monkeypatc
         np.testing.assert_array_equal(part, together[some])
 
 
-def test_no_tokens_give_no_rows():
+def test_no_tokens_give_no_rows(any_kernel):
     empty = Choice(np.empty((0, 3), np.intp), np.empty((0, 3), np.float32))
-    assert routed(np.empty((0, HIDDEN), np.float32), empty, pack(random_experts(6, 24), 1)).shape == (0, HIDDEN)
+    assert any_kernel.routed(np.empty((0, HIDDEN), np.float32), empty, pack(random_experts(6, 24), 1)).shape == (
+        0,
+        HIDDEN,
+    )
 
 
-def test_inputs_far_below_zero_pass_no_gate():
+def test_inputs_far_below_zero_pass_no_gate(any_kernel):
     # silu(-1000) = 0: exp(1000) is infinite in float32, and no warning tells of it
     one = np.zeros((1, 1, HIDDEN), np.float32)
     one[..., 0] = 1
     weights = pack([one, one, one.swapaxes(1, 2)], 1)
-    assert not dense(np.full((1, HIDDEN), -1000, np.float32), weights).any()
+    assert not any_kernel.dense(np.full((1, HIDDEN), -1000, np.float32), weights).any()

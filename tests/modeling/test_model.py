@@ -11,6 +11,7 @@ from safetensors.numpy import load_file, save_file
 from coterie.core import ModelGeometry
 from coterie.errors import InputError
 from coterie.modeling import Model, StepBatch, attention, prepare
+from coterie.modeling.numpy_kernel import NumpyKernel
 from tiny_checkpoints import ARCHITECTURES, write_checkpoint
 from traces import COTERIE_TINY, FIXTURES
 
@@ -66,29 +67,50 @@ def assert_same(output, expected, rows, span):
 # --- bits ---------------------------------------------------------------------------------------------------
 
 
+class Alone:
+    """Requests computed one by one, and a cache in which steps may go on with any of them from anywhere."""
+
+    def __init__(self, model, rng, lengths):
+        self.texts = [random_tokens(model, rng, length) for length in lengths]
+        outputs, kept = zip(*(alone(model, tokens) for tokens in self.texts), strict=True)
+        self.logits = np.concatenate([output.logits for output in outputs])
+        self.expert_ids = np.concatenate([output.expert_ids for output in outputs])
+        self.kept = np.concatenate(kept)
+        self.first = np.cumsum([0, *lengths])
+        self.cache = Cache(model, rng, blocks=sum(-(-length // BLOCK) for length in lengths))
+        self.tables = [self.cache.blocks(length) for length in lengths]
+
+    def slots(self, request, start, stop):
+        positions = np.arange(start, stop)
+        return np.asarray(self.tables[request])[positions // BLOCK], slice(None), positions % BLOCK
+
+    def step(self, spans):
+        """A step of (request, start, stop), whose earlier tokens are cached and nothing else; and rows computed."""
+        self.cache.kv[:] = np.nan
+        for request, start, _ in spans:
+            at = self.first[request]
+            self.cache.kv[self.slots(request, 0, start)] = self.kept[at : at + start]
+        rows = np.concatenate([self.first[request] + np.arange(start, stop) for request, start, stop in spans])
+        return batch_of([(self.texts[one], start, stop, self.tables[one]) for one, start, stop in spans]), rows
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_a_row_has_the_same_bits_in_250_random_steps(models, architecture):
+def test_a_row_has_the_same_bits_in_250_random_steps_of_up_to_32_requests(models, architecture):
     model, rng = models[architecture], np.random.default_rng(0)
-    texts = [random_tokens(model, rng, length) for length in (3, 40, 70)]
-    whole = [alone(model, tokens) for tokens in texts]
-    cache = Cache(model, rng)
-    tables = [cache.blocks(len(tokens)) for tokens in texts]
+    lengths = rng.integers(1, 40, 32).tolist()
+    lengths[:2] = 70, 130
+    expected = Alone(model, rng, lengths)
     for _ in range(250):
-        cache.kv[:] = np.nan
-        pieces, spans = [], []
-        for request in rng.permutation(len(texts))[: rng.integers(1, len(texts) + 1)]:
-            start = int(rng.integers(0, len(texts[request])))
-            stop = min(len(texts[request]), start + int(rng.choice([1, 1, 1, 2, 12])))
-            earlier = np.arange(start)
-            cache.kv[np.asarray(tables[request])[earlier // BLOCK], :, earlier % BLOCK] = whole[request][1][:start]
-            pieces.append((texts[request], start, stop, tables[request]))
-            spans.append((request, slice(start, stop)))
-        batch = batch_of(pieces)
-        output = model.forward(batch, cache.kv)
-        for (at, length), (request, span) in zip(batch.rows, spans, strict=True):
-            assert_same(output, whole[request][0], slice(at, at + length), span)
-            written = cache.slots(tables[request], span.start, span.stop)
-            np.testing.assert_array_equal(written, whole[request][1][span])
+        spans = []
+        for request in rng.permutation(32)[: rng.integers(1, 33)]:
+            start = int(rng.integers(0, lengths[request]))
+            spans.append((request, start, min(lengths[request], start + int(rng.choice([1, 1, 1, 1, 1, 2, 12])))))
+        batch, rows = expected.step(spans)
+        output = model.forward(batch, expected.cache.kv)
+        np.testing.assert_array_equal(output.logits, expected.logits[rows])
+        np.testing.assert_array_equal(output.expert_ids, expected.expert_ids[rows])
+        written = [expected.cache.kv[expected.slots(*span)] for span in spans]
+        np.testing.assert_array_equal(np.concatenate(written), expected.kept[rows])
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -106,8 +128,8 @@ def test_a_prompt_in_chunks_gives_the_bits_of_the_whole(models, architecture, ch
     np.testing.assert_array_equal(cache.slots(table, 0, len(tokens)), kept)
 
 
-def test_machines_that_need_full_tiles_of_queries_get_the_same_bits(models, monkeypatch):
-    model = models["mixtral"]
+def test_machines_that_need_full_tiles_of_queries_get_the_same_bits(packed, monkeypatch):
+    model = Model.open(packed["mixtral"], NumpyKernel())
     tokens = random_tokens(model, np.random.default_rng(6), 70)
     whole, _ = alone(model, tokens)
     monkeypatch.setattr(attention, "same_bits", lambda *_: False)
@@ -140,9 +162,9 @@ def test_the_block_size_changes_no_bit(models, block_size):
     np.testing.assert_array_equal(written, kept)
 
 
-def test_padding_experts_changes_no_bit(models, tmp_path):
+def test_padding_experts_changes_no_bit(models, kernel, tmp_path):
     checkpoint = write_checkpoint(tmp_path, "deepseek_v3")
-    padded = Model.open(prepare(checkpoint, tmp_path / "padded", pad_intermediate=512))
+    padded = Model.open(prepare(checkpoint, tmp_path / "padded", pad_intermediate=512), kernel)
     tokens = random_tokens(padded, np.random.default_rng(4), 70)
     assert_same(alone(padded, tokens)[0], alone(models["deepseek_v3"], tokens)[0], slice(None), slice(None))
 
@@ -151,8 +173,8 @@ def test_padding_experts_changes_no_bit(models, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def coterie_tiny(tmp_path_factory):
-    return Model.open(prepare(COTERIE_TINY, tmp_path_factory.mktemp("weights")))
+def coterie_tiny(tmp_path_factory, any_kernel):
+    return Model.open(prepare(COTERIE_TINY, tmp_path_factory.mktemp("weights")), any_kernel)
 
 
 def continue_greedily(model, tokens, count):
@@ -181,7 +203,7 @@ def test_logits_experts_and_greedy_tokens_are_those_of_transformers(coterie_tiny
 
 
 @pytest.mark.parametrize("heads", [3, 12, 16])
-def test_heads_that_share_keys_are_heads_with_copies_of_them(heads, tmp_path):
+def test_heads_that_share_keys_are_heads_with_copies_of_them(heads, kernel, tmp_path):
     sizes = {"num_attention_heads": heads, "head_dim": 8}
     shared = write_checkpoint(tmp_path / "shared", "mixtral", num_key_value_heads=1, **sizes)
     copied = write_checkpoint(tmp_path / "copied", "mixtral", num_key_value_heads=heads, **sizes)
@@ -190,7 +212,7 @@ def test_heads_that_share_keys_are_heads_with_copies_of_them(heads, tmp_path):
         if "k_proj" in name or "v_proj" in name:
             tensors[name] = np.tile(tensors[name], (heads, 1))
     save_file(tensors, copied / "model.safetensors")
-    one, many = (Model.open(prepare(folder, folder)) for folder in (shared, copied))
+    one, many = (Model.open(prepare(folder, folder), kernel) for folder in (shared, copied))
     tokens = random_tokens(one, np.random.default_rng(8), 70)
     whole, _ = alone(one, tokens)
     np.testing.assert_allclose(whole.logits, alone(many, tokens)[0].logits, atol=1e-4)
@@ -201,9 +223,9 @@ def test_heads_that_share_keys_are_heads_with_copies_of_them(heads, tmp_path):
         assert_same(output, whole, slice(None), slice(start, stop))
 
 
-def test_a_window_hides_what_lies_before_it(models, tmp_path):
+def test_a_window_hides_what_lies_before_it(models, kernel, tmp_path):
     # two layers of window 20 carry nothing further than 2 x 19 positions
-    model = Model.open(prepare(write_checkpoint(tmp_path, "mixtral", sliding_window=20), tmp_path / "packed"))
+    model = Model.open(prepare(write_checkpoint(tmp_path, "mixtral", sliding_window=20), tmp_path / "packed"), kernel)
     tokens = random_tokens(model, np.random.default_rng(5), 100)
     other = tokens.copy()
     other[40] = (other[40] + 1) % model.vocab

@@ -114,12 +114,12 @@ def best(values: Floats, count: int) -> Ids:
 
     So many passes of argmax are faster than a sort for the few experts that a token chooses.
     """
-    left = values.copy()
-    indices = np.empty((*values.shape[:-1], count), np.intp)
+    left = values.reshape(-1, values.shape[-1]).copy()
+    rows, indices = np.arange(len(left)), np.empty((len(left), count), np.intp)
     for place in range(count):
-        indices[..., place] = left.argmax(axis=-1)
-        np.put_along_axis(left, indices[..., place, None], np.float32(-np.inf), axis=-1)
-    return indices
+        indices[:, place] = chosen = left.argmax(axis=-1)
+        left[rows, chosen] = -np.inf
+    return indices.reshape(*values.shape[:-1], count)
 
 
 def _sum_in_order(weights: Floats) -> Floats:

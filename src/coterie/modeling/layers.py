@@ -8,25 +8,18 @@ from typing import Protocol
 
 import numpy as np
 
-from coterie.modeling.attention import CacheHeads, attend
+from coterie.modeling.attention import CacheHeads
 from coterie.modeling.config import ForwardConfig, GroupedAttention, LatentAttention
-from coterie.modeling.experts import EXPERT_ROWS, ExpertWeights, dense, routed
+from coterie.modeling.experts import EXPERT_ROWS, ExpertWeights
 from coterie.modeling.gates import Choice, GateRule, SoftmaxRule, sigmoid_gate, softmax_gate
-from coterie.modeling.rope import rotate
-from coterie.modeling.step import StepPlan
-from coterie.modeling.tiles import ROWS, Floats, Shape, product, product_by_head
+from coterie.modeling.kernels import Kernel, StepAttention
+from coterie.modeling.step import Slots
+from coterie.modeling.tiles import ROWS, Floats, Shape
 
 Read = Callable[[str], Floats]
 """Gives one of a layer's arrays."""
 
 LATENT_EPS = 1e-6  # of the norms of latents, which take no epsilon from the configuration
-
-
-def rms_norm(values: Floats, weight: Floats, eps: float) -> Floats:
-    """Root mean square norm, x / sqrt(mean(x^2) + eps) * weight, over the last axis (arXiv 1910.07467)."""
-    mean: Floats = np.square(values).mean(axis=-1, keepdims=True)
-    normal: Floats = values * np.reciprocal(np.sqrt(mean + np.float32(eps)))
-    return normal * weight
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,23 +45,20 @@ class Attention(Protocol):
         """Products of its matrices."""
 
 
-def run_attention(attention: Attention, rows: Floats, angles: Angles, plan: StepPlan, kv: Floats, layer: int) -> Floats:
+def run_attention(
+    attention: Attention, rows: Floats, angles: Angles, slots: Slots, kv: Floats, attend: StepAttention, layer: int
+) -> Floats:
     """Write the step's keys and values to the cache, and let its tokens attend to all of theirs: `[T, D]`."""
     queries, cached = attention.project(rows, angles)
-    kv[plan.blocks, layer, plan.offsets] = cached
-    heads = attention.heads
-    mixed = np.empty((*queries.shape[:3], heads.value_dim), np.float32)
-    store, offset = plan.paging.store(kv), layer * plan.paging.layer_stride
-    for group in plan.groups:
-        attend(queries, store, offset, group, heads, plan.room, mixed)
-    return attention.output(mixed)
+    kv[slots.blocks, layer, slots.offsets] = cached
+    return attention.output(attend(queries, layer))
 
 
 class Grouped:
     """Attention in which groups of heads share keys and values."""
 
-    def __init__(self, config: ForwardConfig, attention: GroupedAttention, read: Read) -> None:
-        self.config, self.kind = config, attention
+    def __init__(self, kernel: Kernel, config: ForwardConfig, attention: GroupedAttention, read: Read) -> None:
+        self.kernel, self.config, self.kind = kernel, config, attention
         self.heads = cache_heads(config)
         self.qkv, self.out = read("qkv"), read("output")
         self.norms = None if attention.norm == "none" else (read("q_norm"), read("k_norm"))
@@ -77,21 +67,21 @@ class Grouped:
         """As `Attention.project`."""
         head_dim, eps = self.kind.head_dim, self.config.norm_eps
         middle, size = self.config.heads * head_dim, self.kind.kv_heads * head_dim
-        joined = product(rows, self.qkv, middle + 2 * size)
+        joined = self.kernel.product(rows, self.qkv, middle + 2 * size)
         queries, keys, values = joined[:, :middle], joined[:, middle : middle + size], joined[:, middle + size :]
         if self.kind.norm == "full" and self.norms:
-            queries, keys = (rms_norm(x, w, eps) for x, w in zip((queries, keys), self.norms, strict=True))
+            queries, keys = (self.kernel.rms_norm(x, w, eps) for x, w in zip((queries, keys), self.norms, strict=True))
         queries, keys = (x.reshape(len(rows), -1, head_dim) for x in (queries, keys))
         if self.kind.norm == "head" and self.norms:
-            queries, keys = (rms_norm(x, w, eps) for x, w in zip((queries, keys), self.norms, strict=True))
-        queries = rotate(queries, angles.cos, angles.sin) * np.float32(self.config.scale)
-        keys = rotate(keys, angles.cos, angles.sin).reshape(len(rows), size)
+            queries, keys = (self.kernel.rms_norm(x, w, eps) for x, w in zip((queries, keys), self.norms, strict=True))
+        queries = self.kernel.rotate(queries, angles.cos, angles.sin) * np.float32(self.config.scale)
+        keys = self.kernel.rotate(keys, angles.cos, angles.sin).reshape(len(rows), size)
         shape = (len(rows), self.heads.heads, self.heads.share, head_dim)
         return queries.reshape(shape), np.concatenate((keys, values), axis=1)
 
     def output(self, mixed: Floats) -> Floats:
         """As `Attention.output`."""
-        return product(mixed.reshape(len(mixed), -1), self.out, self.config.hidden)
+        return self.kernel.product(mixed.reshape(len(mixed), -1), self.out, self.config.hidden)
 
     def shapes(self) -> list[Shape]:
         """As `Attention.shapes`."""
@@ -101,8 +91,8 @@ class Grouped:
 class Latent:
     """Multi-head latent attention: the cache holds one latent, and one rotated key, for all heads."""
 
-    def __init__(self, config: ForwardConfig, attention: LatentAttention, read: Read) -> None:
-        self.config, self.kind = config, attention
+    def __init__(self, kernel: Kernel, config: ForwardConfig, attention: LatentAttention, read: Read) -> None:
+        self.kernel, self.config, self.kind = kernel, config, attention
         self.heads = cache_heads(config)
         self.query_latent = None if attention.query_rank is None else (read("q_a"), read("q_a_norm"))
         self.query, self.kv_a, self.kv_a_norm = read("q"), read("kv_a"), read("kv_a_norm")
@@ -112,11 +102,11 @@ class Latent:
         """As `Attention.project`."""
         rank, nope = self.kind.kv_rank, self.kind.nope_dim
         queries = self._queries(rows)
-        rotated = rotate(queries[..., nope:], angles.cos, angles.sin)
-        latent_queries = product_by_head(queries[..., :nope], self.to_latent)
-        joined = product(rows, self.kv_a, rank + self.kind.rope_dim)
-        latents = rms_norm(joined[:, :rank], self.kv_a_norm, LATENT_EPS)
-        keys = rotate(joined[:, None, rank:], angles.cos, angles.sin)[:, 0]
+        rotated = self.kernel.rotate(queries[..., nope:], angles.cos, angles.sin)
+        latent_queries = self.kernel.product_by_head(queries[..., :nope], self.to_latent)
+        joined = self.kernel.product(rows, self.kv_a, rank + self.kind.rope_dim)
+        latents = self.kernel.rms_norm(joined[:, :rank], self.kv_a_norm, LATENT_EPS)
+        keys = self.kernel.rotate(joined[:, None, rank:], angles.cos, angles.sin)[:, 0]
         scaled = np.concatenate((latent_queries, rotated), axis=-1) * np.float32(self.config.scale)
         return scaled[:, None], np.concatenate((latents, keys), axis=1)
 
@@ -125,13 +115,13 @@ class Latent:
         of_head = self.kind.nope_dim + self.kind.rope_dim
         if self.query_latent is not None and self.kind.query_rank is not None:
             matrix, norm = self.query_latent
-            rows = rms_norm(product(rows, matrix, self.kind.query_rank), norm, LATENT_EPS)
-        return product(rows, self.query, self.config.heads * of_head).reshape(len(rows), -1, of_head)
+            rows = self.kernel.rms_norm(self.kernel.product(rows, matrix, self.kind.query_rank), norm, LATENT_EPS)
+        return self.kernel.product(rows, self.query, self.config.heads * of_head).reshape(len(rows), -1, of_head)
 
     def output(self, mixed: Floats) -> Floats:
         """As `Attention.output`."""
-        values = product_by_head(mixed[:, 0], self.to_value)
-        return product(values.reshape(len(values), -1), self.out, self.config.hidden)
+        values = self.kernel.product_by_head(mixed[:, 0], self.to_value)
+        return self.kernel.product(values.reshape(len(values), -1), self.out, self.config.hidden)
 
     def shapes(self) -> list[Shape]:
         """As `Attention.shapes`."""
@@ -150,12 +140,13 @@ def cache_heads(config: ForwardConfig) -> CacheHeads:
 class Dense:
     """The feed-forward of a layer without experts."""
 
-    def __init__(self, read: Read) -> None:
+    def __init__(self, kernel: Kernel, read: Read) -> None:
+        self.kernel = kernel
         self.weights = ExpertWeights(read("dense.gate_up"), read("dense.down"))
 
     def __call__(self, rows: Floats) -> tuple[Floats, Choice | None]:
         """`[T, D]` to `[T, D]`."""
-        return dense(rows, self.weights), None
+        return self.kernel.dense(rows, self.weights), None
 
     def shapes(self) -> list[Shape]:
         """Products of its matrices."""
@@ -165,8 +156,8 @@ class Dense:
 class Moe:
     """Routed experts, and shared ones where the model has them."""
 
-    def __init__(self, config: ForwardConfig, read: Read) -> None:
-        self.rule, self.count = config.gate, config.experts
+    def __init__(self, kernel: Kernel, config: ForwardConfig, read: Read) -> None:
+        self.kernel, self.rule, self.count = kernel, config.gate, config.experts
         self.gate = read("gate")
         self.bias = None if isinstance(config.gate, SoftmaxRule) else read("gate_bias")
         self.experts = ExpertWeights(read("experts.gate_up"), read("experts.down"))
@@ -174,9 +165,9 @@ class Moe:
 
     def __call__(self, rows: Floats) -> tuple[Floats, Choice]:
         """`[T, D]` to `[T, D]`, and which experts made it."""
-        choice = choose(product(rows, self.gate, self.count), self.bias, self.rule)
-        result = routed(rows, choice, self.experts)
-        return (result if self.shared is None else result + dense(rows, self.shared)), choice
+        choice = choose(self.kernel.product(rows, self.gate, self.count), self.bias, self.rule)
+        result = self.kernel.routed(rows, choice, self.experts)
+        return (result if self.shared is None else result + self.kernel.dense(rows, self.shared)), choice
 
     def shapes(self) -> list[Shape]:
         """Products of its matrices."""

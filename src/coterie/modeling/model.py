@@ -12,6 +12,7 @@ from coterie.core import ModelGeometry
 from coterie.errors import InputError
 from coterie.modeling.attention import KV_TILE
 from coterie.modeling.config import ForwardConfig, GroupedAttention
+from coterie.modeling.kernels import Kernel, StepAttention, kernels
 from coterie.modeling.layers import (
     Angles,
     Attention,
@@ -21,12 +22,11 @@ from coterie.modeling.layers import (
     Moe,
     Read,
     cache_heads,
-    rms_norm,
     run_attention,
 )
 from coterie.modeling.prepare import Weights, open_weights
-from coterie.modeling.step import StepBatch, StepPlan, check_batch, plan_step
-from coterie.modeling.tiles import ROWS, Floats, check_rows, product
+from coterie.modeling.step import Slots, StepBatch, check_batch, slots_of
+from coterie.modeling.tiles import ROWS, Floats
 
 ExpertIds = npt.NDArray[np.unsignedinteger]
 
@@ -56,33 +56,38 @@ class _Layer:
 class Model:
     """A mixture-of-experts decoder whose weights are mapped from a packed file.
 
-    Everything is float32 and every product is made in tiles of fixed shape, so a token's logits, keys, values and
+    Everything is float32 and no sum's order depends on what else is computed, so a token's logits, keys, values and
     experts are equal, bit for bit, whatever else runs in the same step, however its prompt was cut into chunks and
     whatever of it was cached.  Run BLAS with one thread (`OPENBLAS_NUM_THREADS=1`): products are too small for more.
     """
 
-    def __init__(self, weights: Weights) -> None:
+    def __init__(self, weights: Weights, kernel: Kernel) -> None:
         self.config: ForwardConfig = weights.header.config
+        self.kernel = kernel
         read = weights.tensors.floats
         self._embedding, self._head, self._norm = read("embedding"), read("head"), read("norm")
         self._cos, self._sin = read("rope.cos"), read("rope.sin")
-        self._layers = [_read_layer(self.config, read, layer) for layer in range(self.config.layers)]
+        self._layers = [_read_layer(kernel, self.config, read, layer) for layer in range(self.config.layers)]
         self._heads = cache_heads(self.config)
 
     @classmethod
-    def open(cls, path: Path) -> Model:
+    def open(cls, path: Path, kernel: Kernel | None = None) -> Model:
         """Open a weights file that `prepare` made.
+
+        Args:
+            path: of the file.
+            kernel: what computes; by default the fastest that can run here.
 
         Raises:
             InputError: it is missing, truncated, or of another version.
             UnsupportedError: this machine's BLAS does not give equal rows equal bits.
         """
         _keep_freed_memory()
-        model = cls(open_weights(path))
+        model = cls(open_weights(path), kernel or next(kernels()))
         shapes = [
             shape for layer in model._layers for part in (layer.attention, layer.forward) for shape in part.shapes()
         ]
-        check_rows([*shapes, *model._heads.shapes, (ROWS, *model._head.shape[1:])])
+        model.kernel.check([*shapes, *model._heads.shapes, (ROWS, *model._head.shape[1:])])
         return model
 
     @property
@@ -122,21 +127,21 @@ class Model:
         check_batch(batch, kv.shape[0], kv.shape[2], **limits)
         attention = self.config.attention
         window = attention.window if isinstance(attention, GroupedAttention) else None
-        plan = plan_step(batch, kv, self._heads, window)
-        hidden, ids = self._run_layers(self._embedding[batch.token_ids], plan, kv)
-        wanted = rms_norm(hidden[batch.logits_rows], self._norm, self.config.norm_eps)
-        return StepOutput(product(wanted, self._head, self.config.vocab), ids)
+        attend = self.kernel.attention(batch, kv, self._heads, window)
+        hidden, ids = self._run_layers(self._embedding[batch.token_ids], slots_of(batch, kv.shape[2]), kv, attend)
+        wanted = self.kernel.rms_norm(hidden[batch.logits_rows], self._norm, self.config.norm_eps)
+        return StepOutput(self.kernel.product(wanted, self._head, self.config.vocab), ids)
 
-    def _run_layers(self, hidden: Floats, plan: StepPlan, kv: Floats) -> tuple[Floats, ExpertIds]:
+    def _run_layers(self, hidden: Floats, slots: Slots, kv: Floats, attend: StepAttention) -> tuple[Floats, ExpertIds]:
         eps, geometry = self.config.norm_eps, self.geometry
-        angles = Angles(self._cos[plan.positions, None], self._sin[plan.positions, None])
+        angles = Angles(self._cos[slots.positions, None], self._sin[slots.positions, None])
         dtype = np.uint8 if geometry.experts <= 256 else np.uint16
         ids = np.empty((len(hidden), geometry.layers, geometry.top_k), dtype)
         moe = 0
         for number, layer in enumerate(self._layers):
-            rows = rms_norm(hidden, layer.attention_norm, eps)
-            hidden = hidden + run_attention(layer.attention, rows, angles, plan, kv, number)
-            result, choice = layer.forward(rms_norm(hidden, layer.forward_norm, eps))
+            rows = self.kernel.rms_norm(hidden, layer.attention_norm, eps)
+            hidden = hidden + run_attention(layer.attention, rows, angles, slots, kv, attend, number)
+            result, choice = layer.forward(self.kernel.rms_norm(hidden, layer.forward_norm, eps))
             hidden = hidden + result
             if choice is not None:
                 ids[:, moe] = choice.ids
@@ -158,11 +163,13 @@ def _keep_freed_memory() -> None:
     np.empty(31 << 20, np.uint8)
 
 
-def _read_layer(config: ForwardConfig, read: Read, number: int) -> _Layer:
+def _read_layer(kernel: Kernel, config: ForwardConfig, read: Read, number: int) -> _Layer:
     def own(name: str) -> Floats:
         return read(f"{number}.{name}")
 
     kind = config.attention
-    attention = Grouped(config, kind, own) if isinstance(kind, GroupedAttention) else Latent(config, kind, own)
-    forward = Moe(config, own) if number in config.moe_layers else Dense(own)
+    attention = (
+        Grouped(kernel, config, kind, own) if isinstance(kind, GroupedAttention) else Latent(kernel, config, kind, own)
+    )
+    forward = Moe(kernel, config, own) if number in config.moe_layers else Dense(kernel, own)
     return _Layer(own("input_layernorm"), attention, own("post_attention_layernorm"), forward)

@@ -9,19 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from coterie.errors import InputError
-from coterie.modeling.attention import (
-    KV_TILE,
-    CacheHeads,
-    Indices,
-    Paging,
-    QueryGroup,
-    decode_group,
-    prefill_group,
-)
-from coterie.modeling.tiles import Floats
-
-DECODE_GROUP = 32
-"""Decoding requests that go along the cache together: few, so that a tile of each stays in the processor's cache."""
+from coterie.modeling.attention import Indices
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,24 +32,18 @@ class StepBatch:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class StepPlan:
-    """A step, laid out once for all layers.
+class Slots:
+    """Where a step's tokens stand.
 
     Attributes:
         positions: `[T]`.
         blocks: `[T]` cache block in which each token's keys and values go.
         offsets: `[T]` place in it.
-        groups: queries that go along the cache together.
-        paging: of the cache.
-        room: `[n, KV_TILE, width]` for a tile of the cache for each request of a group.
     """
 
     positions: Indices
     blocks: Indices
     offsets: Indices
-    groups: tuple[QueryGroup, ...]
-    paging: Paging
-    room: Floats
 
 
 def check_batch(batch: StepBatch, blocks: int, block_size: int, *, vocab: int, max_positions: int) -> None:
@@ -98,47 +80,12 @@ def _check_range(name: str, values: npt.NDArray[np.integer], count: int) -> None
         raise InputError(f"step: a {name} is not from 0 to {count - 1}: {values.min()}, {values.max()}")
 
 
-def plan_step(batch: StepBatch, kv: Floats, heads: CacheHeads, window: int | None) -> StepPlan:
-    """Lay out a checked step."""
-    _, layers, block_size, _ = kv.shape
-    paging = Paging(layers, block_size)
+def slots_of(batch: StepBatch, block_size: int) -> Slots:
+    """Places of a checked step's tokens."""
     positions = np.asarray(batch.positions, np.intp)
     blocks = np.empty(len(positions), np.intp)
     for (start, length), table in zip(batch.rows, batch.block_tables, strict=True):
         first = int(positions[start]) // block_size
         own = np.asarray(table[first : int(positions[start + length - 1]) // block_size + 1], np.intp)
         blocks[start : start + length] = own[positions[start : start + length] // block_size - first]
-    groups = (*_decode_groups(batch, positions, paging, heads, window),)
-    groups += (*_prefill_groups(batch, positions, paging, heads, window),)
-    requests = max((len(group.tiles[0].units) for group in groups), default=0)
-    room = np.empty((requests, KV_TILE, heads.width), np.float32)
-    return StepPlan(positions, blocks, positions % block_size, groups, paging, room)
-
-
-def _decode_groups(
-    batch: StepBatch, positions: Indices, paging: Paging, heads: CacheHeads, window: int | None
-) -> list[QueryGroup]:
-    single = [request for request, (_, length) in enumerate(batch.rows) if length == 1]
-    single.sort(key=lambda request: -int(positions[batch.rows[request][0]]))
-    groups = []
-    for first in range(0, len(single), DECODE_GROUP):
-        members = single[first : first + DECODE_GROUP]
-        tokens = np.array([batch.rows[request][0] for request in members])
-        units = [
-            paging.units(batch.block_tables[request], int(positions[token]) // KV_TILE + 1)
-            for request, token in zip(members, tokens, strict=True)
-        ]
-        groups.append(decode_group(tokens, positions[tokens], units, heads, window))
-    return groups
-
-
-def _prefill_groups(
-    batch: StepBatch, positions: Indices, paging: Paging, heads: CacheHeads, window: int | None
-) -> list[QueryGroup]:
-    groups = []
-    for (start, length), table in zip(batch.rows, batch.block_tables, strict=True):
-        if length > 1:
-            own = positions[start : start + length]
-            units = paging.units(table, int(own[-1]) // KV_TILE + 1)
-            groups.append(prefill_group(np.arange(start, start + length), own, units, heads, window))
-    return groups
+    return Slots(positions, blocks, positions % block_size)
