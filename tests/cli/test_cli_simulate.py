@@ -134,6 +134,16 @@ def test_the_page_has_the_figures_of_every_rate(capsys):
     assert "<script" not in page
 
 
+def test_made_up_workloads_bring_profile_and_step_times(capsys):
+    arguments = ["--rate", 20, "--policies", "least_load,locality", "--output-tokens", 40]
+    assert run(*arguments, trace="task") == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert shown.startswith("2P3D, made-up task requests to Qwen3-30B-A3B, 6 of its MoE layers")
+    assert "nothing here was measured" in shown
+    assert run("--rate", 20, "--steps", "steps.csv", trace="language") == 1
+    assert "--profile and --steps go with a trace" in capsys.readouterr().err
+
+
 def test_groups_of_ranks_scarce_kv_and_first_tokens_from_prefill_can_be_asked_for(capsys):
     assert run("--rate", 60, "--kv-tokens", 96, "--prefill-first", "--topology", "2P3Dx2", "--warm-up-s", 0.2) == 0
     shown = capsys.readouterr().out
@@ -158,6 +168,7 @@ def test_groups_of_ranks_scarce_kv_and_first_tokens_from_prefill_can_be_asked_fo
         (["--warm-up-s", "-1"], 1, "warm_up_s must be finite and not negative"),
         (["--kv-tokens", "20"], 1, "the longest request has 53 tokens"),
         (["--html", "a.trace"], 1, "a.trace"),
+        (["--model", "qwen"], 1, "--model goes with a workload that is made up (task, language)"),
         (["--policies", "fastest"], 2, "'fastest' is none of round_robin"),
         (["--policies", "locality"], 1, "locality needs --profile"),
         (["--policies", "locality", "--profile", "other.profile", "--topology", "2P4D"], 1, "3 centroids for 4 decode"),

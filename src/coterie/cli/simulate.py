@@ -13,17 +13,15 @@ import click
 import msgspec
 from rich.console import Console
 
-from coterie.activations import ActivationTrace
-from coterie.calibration import Profile
 from coterie.cli.show import show
 from coterie.cli.simulated import Simulated, page, sentences, tables
+from coterie.cli.workloads import Source, made, made_names, model_names, recorded
 from coterie.errors import ConfigError
 from coterie.files import check_target
-from coterie.latency import QWEN3_30B_MI300X, StepTime, fit_step_time, mean_error, read_step_points
 from coterie.report import svg
 from coterie.report.page import write
 from coterie.routing import DECODE_POLICIES, DEFAULT_TAU, PREFILL_POLICIES, make_policy
-from coterie.sim import Change, ClusterSpec, Drift, Mix, Population, Stream, parse_topology, population_of
+from coterie.sim import Change, ClusterSpec, Drift, Mix, Stream, parse_topology
 from coterie.sim import simulate as run
 from coterie.sim.cluster import Cluster
 from coterie.sim.spec import Topology
@@ -92,7 +90,8 @@ def _number_of(text: str) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Options:
-    workload: Path
+    workload: str
+    model: str | None
     topology: str
     rates: tuple[float, ...]
     policies: tuple[str, ...]
@@ -115,7 +114,10 @@ class _Options:
 
 
 @click.command()
-@click.option("--workload", type=_PATH, required=True, metavar="TRACE", help="Trace of `coterie collect`.")
+@click.option(
+    "--workload", required=True, help=f"A trace of `coterie collect`; or {' or '.join(made_names())}: made up."
+)
+@click.option("--model", type=click.Choice(model_names()), help="Of a made-up workload.")
 @click.option(
     "--topology", required=True, metavar="8P16D", help="Prefill and decode workers; 2P4Dx8: groups of 8 ranks."
 )
@@ -159,17 +161,16 @@ class _Options:
 def simulate(as_json: bool, html: Path | None, **given: Any) -> None:
     """Compare decode policies on a simulated cluster, under the gateway's own routing code.
 
-    Requests are those of TRACE, in random order; each uses the experts that were recorded of it.  Without --steps,
+    Requests are those of a trace, in random order; each uses the experts that were recorded of it.  Without --steps,
     decode steps take as long as those of Qwen3-30B-A3B on an MI300X, which is no figure for another model or machine.
     """
     options = _Options(**given)
     if html:
         svg.check()
-        check_target(html, [path for path in (options.workload, options.profile, options.steps) if path])
-    times = _step_time(options.steps)
+        check_target(html, [path for path in (Path(options.workload), options.profile, options.steps) if path])
     with _status() as tell:
-        tell("reading the trace")
-        found = _Setting.of(options, times).run_all(tell)
+        tell("reading the workload")
+        found = _Setting.of(options).run_all(tell)
     if html:
         write(html, page(found))
     if as_json:
@@ -180,55 +181,40 @@ def simulate(as_json: bool, html: Path | None, **given: Any) -> None:
         click.echo(f"\nwrote {html}")
 
 
-def _step_time(file: Path | None) -> StepTime:
-    if file is None:
-        return QWEN3_30B_MI300X
-    points = read_step_points(file)
-    times = fit_step_time(points)
-    click.echo(
-        f"step: {times.fixed_s * 1e3:.3g} ms + {times.per_request_s * 1e6:.3g} us x requests + "
-        f"{times.per_expert_s * 1e6:.3g} us x active experts of all layers; "
-        f"mean error {mean_error(times, points):.1%} over {len(points)} points",
-        err=True,
-    )
-    return times
-
-
 @dataclass(frozen=True, slots=True)
 class _Setting:
     spec: ClusterSpec
     changes: tuple[Change, ...]
     drift: Drift | None
-    trace: ActivationTrace
-    population: Population
-    profile: Profile | None
+    source: Source
     options: _Options
 
     @classmethod
-    def of(cls, options: _Options, times: StepTime) -> _Setting:
+    def of(cls, options: _Options) -> _Setting:
         """Read what the options name, and check that it goes together."""
-        trace = ActivationTrace.load(options.workload)
-        profile = Profile.load(options.profile) if options.profile else None
-        _check(options, trace, profile)
         topology = parse_topology(options.topology)
         changes = _changes(options, topology)
+        groups = max([topology.decode, *(1 + _group_of(name) for name, _ in options.joins)])
+        drift = _drift(options)
+        source = _source(options, groups)
         spec = ClusterSpec(
             topology.prefill,
-            max([topology.decode, *(1 + _group_of(name) for name, _ in options.joins)]),
+            groups,
             topology.ranks,
-            step_time=times,
+            step_time=source.step_time,
             kv_tokens=options.kv_tokens,
             prefill_first=options.prefill_first,
             absent=_absent(changes),
         )
-        population = population_of(trace, output_tokens=options.output_tokens)
-        return cls(spec, changes, _drift(options), trace, population, profile, options)
+        return cls(spec, changes, drift, source, options)
 
     def run_all(self, tell: Callable[[str], object]) -> Simulated:
         """Every policy at every rate with every seed."""
-        options, trace = self.options, self.trace
-        title = f"{options.topology}, {trace.model} ({trace.geometry}), {len(trace)} recorded requests"
-        found = Simulated(title, _notes(options, trace, self.profile), events_of(self.changes, self.drift))
+        options = self.options
+        warm_up = f"What arrived in the first {options.warm_up_s:g} s is in no figure."
+        notes = (*self.source.notes, warm_up) if options.warm_up_s else self.source.notes
+        title = f"{options.topology}, {self.source.title}"
+        found = Simulated(title, notes, events_of(self.changes, self.drift))
         for rate in options.rates:
             for policy in options.policies:
                 for seed in range(options.seed, options.seed + options.seeds):
@@ -237,14 +223,14 @@ class _Setting:
         return found
 
     def _run(self, policy: str, rate: float, seed: int, found: Simulated) -> None:
-        options, targets = self.options, self.spec.targets("decode")
+        options, source, targets = self.options, self.source, self.spec.targets("decode")
         clusters: list[Cluster] = []
         row = run(
-            self.population,
+            source.population,
             Stream(rate, options.duration_s, options.burstiness),
             self.spec,
             prefill=make_policy(options.prefill_policy, self.spec.targets("prefill")),
-            decode=make_policy(policy, targets, profile=self.profile, trace=self.trace, tau=options.tau),
+            decode=make_policy(policy, targets, profile=source.profile, trace=source.trace, tau=options.tau),
             seed=seed,
             drift=self.drift,
             changes=self.changes,
@@ -254,14 +240,15 @@ class _Setting:
         found.add(row, clusters[0])
 
 
-def _check(options: _Options, trace: ActivationTrace, profile: Profile | None) -> None:
-    for policy in options.policies:
-        if policy in _NEEDS_PROFILE and profile is None:
-            raise ConfigError(f"{policy} needs --profile; make one with `coterie fit`")
-    if profile is not None and profile.geometry != trace.geometry:
-        raise ConfigError(f"{options.profile} is of {profile.geometry}, {options.workload} of {trace.geometry}")
-    if options.drifts and options.mix is None:
-        raise ConfigError("--drift changes the mix; say by --mix what it is before")
+def _source(options: _Options, groups: int) -> Source:
+    wanting = [policy for policy in options.policies if policy in _NEEDS_PROFILE]
+    if options.workload in made_names():
+        given = bool(options.profile or options.steps)
+        clusters = groups if wanting else None
+        return made(options.workload, options.model, clusters, options.seed, options.output_tokens, given=given)
+    if wanting and options.profile is None:
+        raise ConfigError(f"{wanting[0]} needs --profile; make one with `coterie fit`")
+    return recorded(Path(options.workload), options.profile, options.steps, options.output_tokens, model=options.model)
 
 
 def _changes(options: _Options, topology: Topology) -> tuple[Change, ...]:
@@ -291,21 +278,11 @@ def _group_of(name: str) -> int:
 
 
 def _drift(options: _Options) -> Drift | None:
-    return None if options.mix is None else Drift(((0.0, options.mix), *sorted(options.drifts, key=lambda one: one[0])))
-
-
-def _notes(options: _Options, trace: ActivationTrace, profile: Profile | None) -> tuple[str, ...]:
-    """What weakens the figures, or is particular to them."""
-    notes = []
-    if trace.decode_ids is None:
-        notes.append("Active experts are expected values: the trace has no expert ids of output tokens.")
-    if profile is not None and profile.trace_digest == trace.digest():
-        notes.append("The profile was fitted to these very requests: others would gain less.")
-    if options.steps is None:
-        notes.append("Step times are those of Qwen3-30B-A3B on an MI300X; give --steps for yours.")
-    if options.warm_up_s:
-        notes.append(f"What arrived in the first {options.warm_up_s:g} s is in no figure.")
-    return tuple(notes)
+    if options.mix is not None:
+        return Drift(((0.0, options.mix), *sorted(options.drifts, key=lambda one: one[0])))
+    if options.drifts:
+        raise ConfigError("--drift changes the mix; say by --mix what it is before")
+    return None
 
 
 @contextmanager
