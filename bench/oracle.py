@@ -55,46 +55,49 @@ class Workload:
         requests: as policies see them.
         probabilities: `[N, L, E]` of their outputs' experts.
         calibration: other requests, to fit profiles to.
+        step: step time.
     """
 
     name: str
     requests: tuple[RouteRequest, ...]
     probabilities: np.ndarray
     calibration: ActivationTrace
+    step: StepTime
 
 
-def recorded(name: str, trace: ActivationTrace, domains: tuple[str, ...] = ()) -> Workload:
+def recorded(name: str, trace: ActivationTrace, step: StepTime, domains: tuple[str, ...] = ()) -> Workload:
     """Every other request calibrates; with `domains`, only requests of these are served."""
     served = trace.select(np.arange(1, len(trace), 2))
     if domains:
         served = served.select(np.flatnonzero(np.isin(served.labels, domains)))
     probabilities = served.decode / served.decode_covered[:, None, None]
-    return Workload(name, population_of(served).requests, probabilities, trace.select(np.arange(0, len(trace), 2)))
+    calibration = trace.select(np.arange(0, len(trace), 2))
+    return Workload(name, population_of(served).requests, probabilities, calibration, step)
 
 
 def workloads() -> Iterator[Workload]:
     tiny, coterie_tiny = tiny_moe_trace(), coterie_tiny_trace()
-    yield recorded("tiny-moe, even", tiny)
-    yield recorded("tiny-moe, two domains", tiny, tuple(sorted(set(tiny.labels))[:2]))
-    yield recorded("coterie-tiny, even", coterie_tiny)
+    yield recorded("tiny-moe, even", tiny, of_layers(5))
+    yield recorded("tiny-moe, two domains", tiny, of_layers(5), tuple(sorted(set(tiny.labels))[:2]))
+    yield recorded("coterie-tiny, even", coterie_tiny, of_layers(coterie_tiny.geometry.layers))
     for name in ("task", "language"):
-        yield recorded(f"made-up {name}", made_workload(name, requests=1, calibration=1200).calibration)
+        made = made_workload(name, requests=1, calibration=1200)
+        yield recorded(f"made-up {name}", made.calibration, made.step_time)
 
 
-def step_time(layers: int) -> StepTime:
+def of_layers(layers: int) -> StepTime:
     return replace(QWEN3_30B_MI300X, per_expert_s=QWEN3_30B_MI300X.per_expert_s * PUBLISHED_LAYERS / layers)
 
 
 def batch(workload: Workload, workers: int, chosen: np.ndarray, rng: np.random.Generator) -> Instance:
-    return Instance(workload.probabilities[chosen], workers, step_time(workload.probabilities.shape[1]))
+    return Instance(workload.probabilities[chosen], workers, workload.step)
 
 
 def stream(workload: Workload, workers: int, chosen: np.ndarray, rng: np.random.Generator) -> Instance:
     """Poisson arrivals; lives of mean 1 s, Gamma with shape 4."""
     begins = np.cumsum(rng.exponential(1 / STREAM[1], len(chosen)))
     ends = begins + rng.gamma(4, 1 / 4, len(chosen))
-    step = step_time(workload.probabilities.shape[1])
-    return Instance(workload.probabilities[chosen], workers, step, begin_s=begins, end_s=ends)
+    return Instance(workload.probabilities[chosen], workers, workload.step, begin_s=begins, end_s=ends)
 
 
 def measure(workload: Workload, profile: Profile, make: Any, workers: int, size: int, draw: int) -> dict[str, float]:

@@ -14,7 +14,7 @@ FILTERS = (KvHeadroom(0.9), no_queue)
 
 def workers(*readings):
     return [
-        WorkerState(f"d{i}", f"d{i}", requests=i, reading=None if one is None else Reading(*one))
+        WorkerState(f"d{i}", f"d{i}", requests=10 + i, reading=None if one is None else Reading(*one))
         for i, one in enumerate(readings)
     ]
 
@@ -60,6 +60,17 @@ def test_without_filters_readings_do_not_matter():
     assert (decision.worker, decision.passed_over) == ("d0", ())
 
 
+def test_workers_are_not_passed_over_for_one_that_has_more_than_its_share_already():
+    full, empty = Reading(0.95, 0), Reading(0.1, 0)
+    for requests, expected in ((12, "d2"), (13, "d0")):  # bounds: 1.25 * 29 / 3 = 12.1, 1.25 * 30 / 3 = 12.5
+        states = [
+            WorkerState("d0", "d0", requests=8, reading=full),
+            WorkerState("d1", "d1", requests=8, reading=full),
+            WorkerState("d2", "d2", requests=requests, reading=empty),
+        ]
+        assert decide(states).worker == expected
+
+
 @given(st.lists(st.none() | st.tuples(st.floats(0, 1), st.integers(0, 3)), min_size=1, max_size=6))
 def test_some_worker_is_always_left_and_each_is_left_or_passed_over_once(readings):
     states = workers(*readings)
@@ -70,7 +81,7 @@ def test_some_worker_is_always_left_and_each_is_left_or_passed_over_once(reading
 
 def test_what_a_worker_said_is_shown_until_it_is_too_old():
     clock = ManualClock()
-    ledger = Ledger(workers(None)[:1], clock)
+    ledger = Ledger([WorkerState("d0", "d0")], clock)
     ledger.observe("d0", Reading(0.5, 1), good_for_s=3)
     lease = ledger.lease("d0", RouteRequest("r", output_tokens=7))
     clock.advance(2)
@@ -86,7 +97,7 @@ def test_what_a_worker_said_is_shown_until_it_is_too_old():
 
 def test_a_reading_of_no_known_worker_is_refused():
     with pytest.raises(InputError, match="no worker is named 'd9'"):
-        Ledger(workers(None)).observe("d9", Reading(0.5, 0), 1.0)
+        Ledger([WorkerState("d0", "d0")]).observe("d9", Reading(0.5, 0), 1.0)
 
 
 @pytest.mark.parametrize("values", [(-0.1, 0), (1.1, 0), (float("nan"), 0), (0.5, -1)])

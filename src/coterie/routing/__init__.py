@@ -19,6 +19,7 @@ from coterie.routing.marginal import Marginal
 from coterie.routing.policy import Policy, Reads, Shown, random_stream, route
 from coterie.routing.prefix import PREFIX_BYTES, Prefix
 from coterie.routing.refit import DEFAULT_WINDOW_S, LocalityRefit
+from coterie.routing.tokens import LeastTokens
 
 __all__ = [
     "DECODE_POLICIES",
@@ -36,6 +37,7 @@ __all__ = [
     "Lease",
     "LeaseTotals",
     "LeastLoad",
+    "LeastTokens",
     "Ledger",
     "Locality",
     "LocalityRefit",
@@ -101,6 +103,8 @@ def make_policy(
             return PowerOfTwo()
         case "prefix":
             return Prefix(targets)
+        case "least_tokens":
+            return LeastTokens(targets)
         case "marginal":
             return Marginal(targets)
         case "domain":

@@ -11,6 +11,9 @@ from coterie.errors import ConfigError
 STALE_AFTER = 3
 """Intervals between readings after which one no longer counts: what was said before a worker fell silent is not now."""
 
+LOAD_FACTOR = 1.25
+"""How many times the mean number of requests a worker may hold for others to be passed over in its favour."""
+
 Filter = Callable[[WorkerState], str | None]
 """Why to pass a worker over while another is not passed over: one of few phrases; None to leave it to the policy."""
 
@@ -51,8 +54,13 @@ def apply_filters(
 ) -> tuple[Sequence[WorkerState], tuple[tuple[str, str], ...]]:
     """Leave out workers that filters pass over.
 
-    A filter that would leave none is not applied, and the next is tried on the same workers: where all are full, the
-    full ones are chosen from as before.
+    A filter is not applied, and the next is tried on the same workers, where it would leave none, or only such as
+    hold more requests than
+
+        bound = 1.25 * (sum of requests + 1) / n     over the n available workers
+
+    What workers say is old by up to an interval.  Without the bound, all that come in between would be sent to the few
+    that had room, and those would be full long before they say so.
 
     Args:
         filters: the most important first.
@@ -61,10 +69,12 @@ def apply_filters(
     Returns:
         the workers left, at least one, in their order; and those passed over, by name, with the reason.
     """
+    bound = LOAD_FACTOR * (sum(worker.requests for worker in workers) + 1) / len(workers)
     passed: list[tuple[str, str]] = []
     for filter_ in filters:
-        reasons = [filter_(worker) for worker in workers]
-        if any(reasons) and not all(reasons):
-            passed += [(worker.name, why) for worker, why in zip(workers, reasons, strict=True) if why]
-            workers = [worker for worker, why in zip(workers, reasons, strict=True) if not why]
+        reasons = [(worker, filter_(worker)) for worker in workers]
+        kept = [worker for worker, why in reasons if not why]
+        if len(kept) < len(workers) and any(worker.requests <= bound for worker in kept):
+            passed += [(worker.name, why) for worker, why in reasons if why]
+            workers = kept
     return workers, tuple(passed)
