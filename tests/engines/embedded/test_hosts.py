@@ -66,12 +66,20 @@ def filled(worker):
     return int(kv_blocks(worker).any(axis=1).sum())
 
 
-def assert_nothing_is_left(holder, decode, descriptors):
+def connections(worker, port):
+    """How many of the host's TCP connections by a port a process holds: the states ESTABLISHED and CLOSE_WAIT."""
+    fields = [line.split() for line in (worker.proc / "net/tcp").read_text().splitlines()[1:]]
+    return sum(
+        f":{port:04X}" in (local[8:], remote[8:]) and state in ("01", "08") for _, local, remote, state, *_ in fields
+    )
+
+
+def assert_nothing_is_left(holder, decode, port):
     wait_until(lambda: holder.metric("coterie:kv_leases") == 0, "the lease to run out")
-    for worker, before in zip((holder, decode), descriptors, strict=True):
+    for worker in (holder, decode):
         for name in ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"):
             assert worker.metric(name) == 0
-        wait_until(lambda worker=worker, before=before: len(worker.descriptors()) <= before, "connections to close")
+        wait_until(lambda worker=worker: not connections(worker, port), "the connection to be closed")
         assert len(list(worker.shared_memory.iterdir())) == 1  # its own cache
 
 
@@ -95,21 +103,22 @@ def test_a_link_that_is_cut_in_the_middle_of_a_pull_gives_an_error_and_leaves_no
     holder, decode = pair
     prompt = some_prompt(1000)  # 63 blocks, 2.6 MB
     expected = tokens_of(holder.complete(prompt))
-    descriptors = [len(worker.descriptors()) for worker in pair]
     before, params = filled(decode), holder.prefill(prompt)
+    port = params["remote_port"]
     with ThreadPoolExecutor(1) as pool:
         pulling = pool.submit(decode.post, prompt=prompt, max_tokens=4, kv_transfer_params=params)
         wait_until(lambda: filled(decode) >= before + 3, "the first blocks to arrive")
         decode.host.set_link("down")
         assert filled(decode) < before + 63, "the link was cut too late"
+        assert [connections(worker, port) for worker in pair] == [1, 1]
         refused = pulling.result(20)
     assert refused.status_code == 500
     assert f"not received within {LIMIT_S} s" in refused.json()["error"]["message"]
-    assert_nothing_is_left(holder, decode, descriptors)
+    assert_nothing_is_left(holder, decode, port)
     unreachable = decode.post(prompt=prompt, max_tokens=4, kv_transfer_params=params)
     assert unreachable.status_code == 500
     assert "connection to the prefill worker failed" in unreachable.json()["error"]["message"]
     decode.host.set_link("up")
     again = decode.complete(prompt, kv_transfer_params=holder.prefill(prompt))
     assert tokens_of(again) == expected
-    assert_nothing_is_left(holder, decode, descriptors)
+    assert_nothing_is_left(holder, decode, port)
