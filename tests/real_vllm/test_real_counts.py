@@ -22,6 +22,7 @@ from oracle import (
     transformers_counts,
     transformers_ids,
 )
+from prometheus_client.parser import text_string_to_metric_families
 from servers import TINY
 
 from coterie.activations import ActivationTrace
@@ -100,6 +101,24 @@ def test_the_embedded_engine_gives_the_tokens_of_vllm_one_request_at_a_time(serv
         assert own["prompt_token_ids"] == theirs["prompt_token_ids"]
         assert own["token_ids"] == theirs["token_ids"]
         assert own["text"] == theirs["text"]
+
+
+def metric_shapes(url):
+    """Kind and labels of each of vLLM's metrics that a server has."""
+    families = text_string_to_metric_families(httpx.get(f"{url}/metrics", trust_env=False).text)
+    return {
+        family.name: (family.type, {label for sample in family.samples for label in sample.labels})
+        for family in families
+        if family.name.startswith("vllm:")
+    }
+
+
+def test_the_embedded_engine_has_metrics_of_vllm_by_name_kind_and_labels(server, embedded):
+    for url in (server, embedded):
+        complete(url, "Once upon a time", max_tokens=4)
+    own, theirs = metric_shapes(embedded), metric_shapes(server)
+    assert len(own) == 12
+    assert {name: theirs.get(name) for name in own} == own
 
 
 def test_outputs_count_as_transformers_routes_them(cold):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import random
+import signal
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +20,7 @@ from coterie.cli.collect import collect
 from coterie.cli.fit import fit
 from coterie.up.cluster import Cluster
 from coterie.up.config import load_cluster_config
+from coterie.up.processes import State
 
 TINY = Path(__file__).parents[2] / "models" / "coterie-tiny"
 PROMPTS = (
@@ -152,3 +155,35 @@ def test_clients_that_leave_at_any_moment_leave_nothing_behind(cluster, locality
         ):
             next(reply.iter_lines())
     assert_nothing_is_held(cluster)
+
+
+def stream(url, number):
+    """How a request that takes a while ended: whole, with an error event, or with an HTTP error."""
+    body = {"model": "tiny", "prompt": f"{PROMPTS[number % 6]} {number}", "max_tokens": 150, "ignore_eos": True}
+    try:
+        reply = HTTP.post(f"{url}/v1/completions", json={**body, "stream": True})
+    except httpx.TransportError:
+        return "error"
+    if reply.status_code != 200 or '"error"' in reply.text:
+        return "error"
+    assert reply.text.endswith("data: [DONE]\n\n")
+    return "whole"
+
+
+@pytest.mark.parametrize("role", ["decode", "prefill"])
+def test_a_killed_worker_gives_errors_and_comes_back_and_nothing_is_held(cluster, least_load, expected, role):
+    victim, decoding = cluster.members(role)[0], cluster.decode_urls[0]
+    with ThreadPoolExecutor(12) as pool:
+        streams = [pool.submit(stream, least_load.url, number) for number in range(12)]
+        wait_until(lambda: metric(decoding, "vllm:num_requests_running") > 2)
+        os.killpg(victim.process.pid, signal.SIGKILL)
+        later = [pool.submit(stream, least_load.url, number) for number in range(12, 16)]
+        ends = Counter(one.result(30) for one in (*streams, *later))
+    assert ends["error"] > 0
+    if role == "decode":
+        assert ends["whole"] > 0  # those of the other one
+    wait_until(lambda: victim.process.restarts > 0 and victim.process.state is State.READY)
+    wait_until(lambda: HTTP.get(f"{least_load.admin_url}/health").status_code == 200)
+    wait_until(lambda: stream(least_load.url, 1) == "whole")
+    assert_nothing_is_held(cluster)
+    assert [answer(least_load.url, prompt) for prompt in PROMPTS] == [expected[prompt] for prompt in PROMPTS]
