@@ -16,7 +16,7 @@ from coterie.routing import DECODE_POLICIES, KvHeadroom, make_policy, no_queue
 from coterie.sim import Change, ClusterSpec, Drift, Mix, RecordedTimes, Stream, parse_topology, population_of, simulate
 from coterie.sim.cluster import Cluster
 from coterie.sim.kernel import Kernel
-from coterie.sim.placement import contiguous
+from coterie.sim.placement import contiguous, placements_of
 from coterie.sim.spec import Topology
 from coterie.sim.workload import arrivals
 from made_traces import GEOMETRY, domains_differ
@@ -273,6 +273,18 @@ def test_a_lost_rank_loses_its_group_and_the_gateway_notices_all_of_it(name):
     assert row.failed > 0
     assert not [time_s for time_s in times if 0.5 + SPEC.notice_s <= time_s < 1.2]
     assert {one.decision.worker for one in log if one.time_s >= 1.2} > {f"decode-1.{rank}" for rank in range(3)}
+
+
+def test_experts_placed_for_each_group_s_requests_shorten_its_steps():
+    spec = replace(SPEC, ranks=4)
+    by_default, placed = (
+        simulate(POPULATION, Stream(200, 1.5), one, **policies(one, "locality"))
+        for one in (spec, replace(spec, placements=placements_of(PROFILE, TRACE, 4, batch=16)))
+    )
+    assert placed.busiest_rank_experts_mean < 0.95 * by_default.busiest_rank_experts_mean
+    assert placed.tpot_p50_ms < by_default.tpot_p50_ms
+    for row in (by_default, placed):  # the busiest of four ranks holds at least a quarter
+        assert row.active_experts_mean / 4 <= row.busiest_rank_experts_mean <= row.active_experts_mean
 
 
 def test_a_request_that_no_worker_has_room_for_is_refused_before_the_run():
