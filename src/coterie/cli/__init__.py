@@ -21,6 +21,7 @@ _VERBS = {
     "inspect": "say whether routing by locality is worth it, and why",
     "demo": "compare routing policies on a local cluster",
     "simulate": "compare policies on a simulated cluster, from a recorded trace",
+    "reproduce": "simulate the figures of ELDR, and set them beside what was published",
 }
 
 

@@ -17,9 +17,6 @@ from coterie.sim.workload import Population, population_of
 LAYERS = 6
 """Layers that are made up of a model, whatever it has; all behave alike, and more only cost time."""
 
-_REQUESTS = 1500
-_CALIBRATION = 1000
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Made:
@@ -42,8 +39,8 @@ def made_workload(
     model: str = "qwen",
     *,
     seed: int = 0,
-    requests: int = _REQUESTS,
-    calibration: int = _CALIBRATION,
+    requests: int = 1500,
+    calibration: int = 1000,
     published: Published | None = None,
     fitted: Fitted | None = None,
 ) -> Made:
