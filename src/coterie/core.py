@@ -159,6 +159,8 @@ class RouteRequest:
         domain: label given by the client, if any.
         prompt_hash: `prompt_hash` of the prompt, where the policy asks for it.
         prefix: first bytes of the prompt, as the key of prefix-aware prefill routing.
+        session: name of the conversation that it continues, given by the client.
+        holder: worker that decoded the conversation's last turn, by the ledger; its cache may hold that turn's KV.
     """
 
     id: str
@@ -169,6 +171,8 @@ class RouteRequest:
     domain: str | None = None
     prompt_hash: str | None = None
     prefix: bytes = b""
+    session: str | None = None
+    holder: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -135,6 +135,24 @@ def test_every_policy_gives_the_text_of_one_process(cluster, gateway, expected):
     assert_nothing_is_held(cluster)
 
 
+def test_the_next_turn_of_a_conversation_pulls_only_what_its_worker_does_not_hold(cluster):
+    keys = {"decode_policy": "round_robin", "log_requests": False, "port": 0, "admin_port": 0}
+    gateway = cluster.start_gateway(keys, name="sessions")
+    found = {}
+    for session in (None, "a"):
+        history = f"Conversation {session}: " + "it was a bright cold day in April, " * 4
+        headers = {} if session is None else {"x-coterie-session": session}
+        before = sum(metric(url, "vllm:prefix_cache_hits_total") for url in cluster.decode_urls)
+        for _ in range(3):
+            body = {"model": "tiny", "prompt": history, "max_tokens": 40, "temperature": 0, "ignore_eos": True}
+            reply = HTTP.post(f"{gateway.url}/v1/completions", json=body, headers=headers)
+            history += reply.json()["choices"][0]["text"]
+        found[session] = sum(metric(url, "vllm:prefix_cache_hits_total") for url in cluster.decode_urls) - before
+    # Round robin comes back to the first worker at the third turn, which then has the first prompt and output; with a
+    # session both later turns find all that came before them.
+    assert found["a"] > 1.5 * found[None] > 0
+
+
 def test_a_request_that_the_decode_worker_refuses_leaves_no_lease(cluster, least_load):
     reply = HTTP.post(f"{least_load.url}/v1/completions", json={"model": "tiny", "prompt": "a", "max_tokens": 4000})
     assert reply.status_code == 400

@@ -55,6 +55,9 @@ class GatewayConfig:
     admin_port: int = _option(8001, "Port of the admin side.")
     seed: int = _option(0, "Seed of the policies' random choices.")
     default_output_tokens: int = _option(256, "Output tokens to expect of a request that sets no limit.")
+    keep_sessions: int = _option(
+        10_000, "Conversations (X-Coterie-Session) whose decode worker is remembered; 0 to choose anew at each turn."
+    )
     keep_decisions: int = _option(256, "Decisions kept for the admin side.")
     log_requests: bool = _option(True, "Log one line per request; never its content.")
     startup_timeout_s: float = _option(60.0, "How long to wait for a worker of each role at start.")
@@ -82,8 +85,9 @@ class GatewayConfig:
                 raise ConfigError(f"{name}: must be from 0 to 65535, got {getattr(self, name)}")
         if self.kv_limit is not None and not 0 < self.kv_limit <= 1:
             raise ConfigError(f"kv_limit: must be above 0 and at most 1, got {self.kv_limit}")
-        if self.keep_decisions < 0 or self.seed < 0:
-            raise ConfigError(f"keep_decisions and seed must not be negative, got {self.keep_decisions}, {self.seed}")
+        for name in ("keep_decisions", "keep_sessions", "seed"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name}: must not be negative, got {getattr(self, name)}")
 
     @property
     def resolved_decode_policy(self) -> str:

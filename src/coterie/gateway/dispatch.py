@@ -14,7 +14,7 @@ from coterie.errors import CoterieError, EngineError, NoWorkerError, RequestErro
 from coterie.gateway.client import Reply
 from coterie.gateway.config import GatewayConfig
 from coterie.gateway.http1 import Header, end_to_end
-from coterie.gateway.journey import REQUEST_ID, DecisionLog, Journey, domain
+from coterie.gateway.journey import REQUEST_ID, DecisionLog, Journey, domain, session
 from coterie.gateway.metrics import Metrics
 from coterie.gateway.stream import Relay
 from coterie.gateway.upstream import Collected, Patience, UpstreamError
@@ -91,6 +91,7 @@ class Dispatcher:
             domain=domain(journey.request),
             prompt_hash=hashed,
             prefix=call.prompt[:PREFIX_BYTES],
+            session=session(journey.request),
         )
 
     async def _run_prefill(self, journey: Journey, call: Call, asked: RouteRequest) -> Collected:
@@ -153,6 +154,7 @@ class Dispatcher:
             domain=asked.domain,
             prompt_hash=asked.prompt_hash,
             prefix=asked.prefix,
+            session=asked.session,
         )
 
     def _read_counts(self, call: Call, handoff: Handoff | None) -> tuple[ExpertCounts | None, str | None]:

@@ -17,6 +17,7 @@ from coterie.gateway.stream import Relay
 
 REQUEST_ID = b"x-request-id"
 DOMAIN = b"x-coterie-domain"
+SESSION = b"x-coterie-session"
 
 _NOT_FOR_WORKERS = frozenset(
     {
@@ -27,6 +28,7 @@ _NOT_FOR_WORKERS = frozenset(
         b"host",
         b"x-data-parallel-rank",  # placement is the gateway's business
         DOMAIN,
+        SESSION,
         REQUEST_ID,
     }
 )
@@ -89,6 +91,15 @@ def domain(request: Request) -> str | None:
         RequestError: it is not a label.
     """
     return _label(request, DOMAIN, "X-Coterie-Domain")
+
+
+def session(request: Request) -> str | None:
+    """The name of the client's conversation, if it gave one.
+
+    Raises:
+        RequestError: it is not a label.
+    """
+    return _label(request, SESSION, "X-Coterie-Session")
 
 
 def _label(request: Request, header: bytes, title: str) -> str | None:

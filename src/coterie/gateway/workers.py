@@ -50,7 +50,7 @@ class Fleet:
         self.clock = clock
         self.workers = {f"{role}-{i}": Worker(f"{role}-{i}", role, url, config) for i, url in enumerate(urls)}
         self.targets = [WorkerState(name=name, group=name, available=False) for name in self.workers]
-        self.ledger = Ledger(self.targets, clock)
+        self.ledger = Ledger(self.targets, clock, sessions=config.keep_sessions if role == "decode" else 0)
         self._policy: Policy | None = None
         self._rng = random_stream(config.seed, role)
         self._filters = _filters(config) if role == "decode" else ()
@@ -72,7 +72,8 @@ class Fleet:
             NoWorkerError: none is available.
         """
         assert self.policy is not None
-        decision = route(self.policy, request, self.ledger.states(), self._rng, self._filters)
+        recalled = self.ledger.recall(request)
+        decision = route(self.policy, recalled, self.ledger.states(), self._rng, self._filters)
         return self.workers[decision.worker], decision
 
     def available(self) -> list[Worker]:

@@ -7,12 +7,10 @@ from dataclasses import dataclass
 
 from coterie.core import WorkerState
 from coterie.errors import ConfigError
+from coterie.routing.bound import load_bound
 
 STALE_AFTER = 3
 """Intervals between readings after which one no longer counts: what was said before a worker fell silent is not now."""
-
-LOAD_FACTOR = 1.25
-"""How many times the mean number of requests a worker may hold for others to be passed over in its favour."""
 
 Filter = Callable[[WorkerState], str | None]
 """Why to pass a worker over while another is not passed over: one of few phrases; None to leave it to the policy."""
@@ -55,9 +53,7 @@ def apply_filters(
     """Leave out workers that filters pass over.
 
     A filter is not applied, and the next is tried on the same workers, where it would leave none, or only such as
-    hold more requests than
-
-        bound = 1.25 * (sum of requests + 1) / n     over the n available workers
+    hold more requests than `load_bound` of all.
 
     What workers say is old by up to an interval.  Without the bound, all that come in between would be sent to the few
     that had room, and those would be full long before they say so.
@@ -69,7 +65,7 @@ def apply_filters(
     Returns:
         the workers left, at least one, in their order; and those passed over, by name, with the reason.
     """
-    bound = LOAD_FACTOR * (sum(worker.requests for worker in workers) + 1) / len(workers)
+    bound = load_bound(workers)
     passed: list[tuple[str, str]] = []
     for filter_ in filters:
         reasons = [(worker, filter_(worker)) for worker in workers]

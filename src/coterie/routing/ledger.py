@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
@@ -95,12 +96,13 @@ class Ledger:
     Args:
         targets: the workers at the start, in the order of the profile's centroids; they hold nothing yet.
         clock: tells a watcher when; the simulator's own in simulations.
+        sessions: conversations whose worker is remembered; the one that had no turn for longest is forgotten.
 
     Raises:
         InputError: no targets, two of one name, or one that holds something.
     """
 
-    def __init__(self, targets: Sequence[WorkerState], clock: Clock | None = None) -> None:
+    def __init__(self, targets: Sequence[WorkerState], clock: Clock | None = None, *, sessions: int = 0) -> None:
         _check_targets(targets)
         self._clock = clock or SystemClock()
         self._watcher: Watcher | None = None
@@ -110,6 +112,8 @@ class Ledger:
         self._released = [0] * len(targets)
         self._given = [0] * len(targets)
         self._sequence = 0
+        self._sessions: OrderedDict[str, str] = OrderedDict()
+        self._most_sessions = sessions
         self._stale_s: dict[int, float] = {}  # when what a worker said is too old
 
     def states(self) -> tuple[WorkerState, ...]:
@@ -139,10 +143,17 @@ class Ledger:
         self._given[i] += 1
         lease = Lease(self, worker, request, self._sequence)
         self._held[i][lease] = None
+        if request.session is not None:
+            self._remember(request.session, worker)
         self._count(i, request, +1, assigned=self._sequence)
         if self._watcher is not None:
             self._watcher.leased(lease, self._clock.now())
         return lease
+
+    def recall(self, request: RouteRequest) -> RouteRequest:
+        """The request, with the worker of its conversation's last turn if that is known."""
+        holder = self._sessions.get(request.session) if request.session is not None else None
+        return request if holder is None else replace(request, holder=holder)
 
     def held(self, worker: str) -> tuple[RouteRequest, ...]:
         """The requests that a worker holds, oldest first.
@@ -191,6 +202,12 @@ class Ledger:
             tokens=state.tokens + sign * (request.prompt_tokens + request.output_tokens),
             assigned=assigned,
         )
+
+    def _remember(self, session: str, worker: str) -> None:
+        self._sessions[session] = worker
+        self._sessions.move_to_end(session)
+        if len(self._sessions) > self._most_sessions:
+            self._sessions.popitem(last=False)
 
     def _forget(self, now_s: float) -> None:
         for i in [i for i, stale_s in self._stale_s.items() if stale_s <= now_s]:

@@ -16,6 +16,7 @@ import numpy as np
 from coterie.core import Decision, Role, RouteRequest, WorkerState
 from coterie.errors import NoWorkerError
 from coterie.routing.filters import Filter, apply_filters
+from coterie.routing.sessions import same_worker
 
 
 class Reads(Enum):
@@ -66,7 +67,7 @@ def route(
     """Apply `policy` to the available workers.
 
     Unavailable workers are left out before the policy sees them, so no policy can fall back to one.  So are those that
-    the filters pass over, as long as one is left.
+    the filters pass over, as long as one is left.  A conversation stays with its worker if it may (`same_worker`).
 
     Raises:
         NoWorkerError: no worker is available.
@@ -75,10 +76,8 @@ def route(
     if not available:
         names = ", ".join(worker.name for worker in workers) or "none configured"
         raise NoWorkerError(f"no worker is available ({names})")
-    if not filters:
-        return policy.choose(request, available, rng)
-    kept, passed_over = apply_filters(filters, available)
-    decision = policy.choose(request, kept, rng)
+    kept, passed_over = apply_filters(filters, available) if filters else (available, ())
+    decision = same_worker(request, kept) or policy.choose(request, kept, rng)
     return replace(decision, passed_over=passed_over) if passed_over else decision
 
 

@@ -9,13 +9,13 @@ from hashlib import blake2b
 import numpy as np
 
 from coterie.core import Decision, RouteRequest, WorkerState
+from coterie.routing.bound import load_bound
 from coterie.routing.load import NOTHING, load_only
 
 PREFIX_BYTES = 1024
 """How much of a prompt is its key."""
 
 _VIRTUAL_NODES = 160
-_LOAD_FACTOR = 1.25
 
 
 class Prefix:
@@ -53,7 +53,7 @@ class Prefix:
         if not request.prefix:
             return load_only(workers, "no prefix")
         requests = {worker.name: worker.requests for worker in workers}
-        bound = _LOAD_FACTOR * (sum(requests.values()) + 1) / len(workers)
+        bound = load_bound(workers)
         owners = (name for name in self._walk(request.prefix[:PREFIX_BYTES]) if name in requests)
         first = next(owners)
         if requests[first] <= bound:

@@ -92,7 +92,8 @@ class _Held:
     def remaining(self, now_s: float, step_s: float) -> npt.NDArray[np.float64]:
         """`[requests]` output tokens that each is expected to have left, at least one."""
         _, begins, tokens = self._columns[:, : len(self._leases)]
-        return np.maximum(tokens - (now_s - begins) / step_s, 1.0)
+        left: npt.NDArray[np.float64] = np.maximum(tokens - (now_s - begins) / step_s, 1.0)
+        return left
 
     def add(self, lease: Lease, place: int, now_s: float) -> None:
         """A request came."""
