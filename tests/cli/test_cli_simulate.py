@@ -151,9 +151,21 @@ def test_groups_of_ranks_scarce_kv_and_first_tokens_from_prefill_can_be_asked_fo
     assert "a request was preempted for want of KV" in shown
 
 
+def test_experts_are_placed_on_ranks_by_blocks_or_by_use(capsys):
+    arguments = ["--rate", 200, "--policies", "locality", "--profile", "other.profile", "--expert-ranks", 4]
+    shares = []
+    for placement in ("contiguous", "balanced"):
+        assert run(*arguments, "--placement", placement) == 0
+        shown = " ".join(capsys.readouterr().out.split())
+        shares.append(float(shown.partition("the rank with most has, on average: locality ")[2].partition("%")[0]))
+    assert 25 <= shares[1] < shares[0]
+
+
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [
+        (["--placement", "balanced"], 1, "--placement balanced needs --profile"),
+        (["--placement", "balanced", "--profile", "other.profile", "--topology", "2P4D"], 1, "3 clusters for 4 groups"),
         (["--mix", "domain 0"], 2, "'domain 0' is not like en=0.8"),
         (["--mix", "domain 0=much"], 2, "'much' is not a number"),
         (["--mix", "zh=1"], 1, "no request is of 'zh'"),

@@ -287,6 +287,17 @@ def test_experts_placed_for_each_group_s_requests_shorten_its_steps():
         assert row.active_experts_mean / 4 <= row.busiest_rank_experts_mean <= row.active_experts_mean
 
 
+def test_experts_may_be_spread_over_more_ranks_than_take_requests():
+    spec = replace(SPEC, expert_ranks=4)
+    assert [target.name for target in spec.targets("decode")] == [f"decode-{i}" for i in range(4)]
+    alone, spread = (simulate(POPULATION, RecordedTimes((0.0,)), one, **policies(one)) for one in (SPEC, spec))
+    # One request uses 2 experts of each of 3 layers: on one rank both count, on four one or two.
+    assert alone.busiest_rank_experts_mean == pytest.approx(2, rel=1e-5)
+    assert 1 <= spread.busiest_rank_experts_mean < 2
+    saved_s = (2 - spread.busiest_rank_experts_mean) * 3 * SPEC.step_time.per_expert_s
+    assert 1000 * saved_s == pytest.approx(alone.tpot_p50_ms - spread.tpot_p50_ms, rel=0.2)
+
+
 def test_a_request_that_no_worker_has_room_for_is_refused_before_the_run():
     with pytest.raises(ConfigError, match="kv_tokens of 50 hold 3 blocks of 16; the longest request has 53 tokens"):
         run(spec=replace(SPEC, kv_tokens=50))
@@ -315,6 +326,7 @@ def test_topologies_are_read_and_others_refused():
         ("cache_tokens", -1),
         ("notice_s", float("inf")),
         ("ranks", 0),
+        ("expert_ranks", 0),
         ("kv_tokens", 15),
         ("graph_sizes", (2, 1)),
         ("graph_sizes", (0, 4)),

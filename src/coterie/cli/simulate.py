@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from coterie.routing import DECODE_POLICIES, DEFAULT_TAU, PREFILL_POLICIES, make
 from coterie.sim import Change, ClusterSpec, Drift, Mix, Stream, parse_topology
 from coterie.sim import simulate as run
 from coterie.sim.cluster import Cluster
+from coterie.sim.placement import Placement, placements_of
 from coterie.sim.spec import Topology
 from coterie.sim.timeline import events_of
 
@@ -107,6 +108,8 @@ class _Options:
     drifts: tuple[tuple[float, Mix], ...]
     losses: tuple[tuple[str, float], ...]
     joins: tuple[tuple[str, float], ...]
+    expert_ranks: int | None
+    placement: str
     kv_tokens: int | None
     prefill_first: bool
     seed: int
@@ -151,6 +154,16 @@ class _Options:
 )
 @click.option(
     "--join", "joins", callback=_read_moments, multiple=True, metavar="NAME@S", help="A worker comes, as decode-16@90."
+)
+@click.option(
+    "--expert-ranks", type=click.IntRange(1), help="Over which each decode worker or group spreads its experts."
+)
+@click.option(
+    "--placement",
+    type=click.Choice(("contiguous", "balanced")),
+    default="contiguous",
+    show_default=True,
+    help="Of experts on ranks; balanced: for each group's own requests, by the profile.",
 )
 @click.option("--kv-tokens", type=click.IntRange(1), help="Tokens of KV on each decode worker.  [default: unlimited]")
 @click.option("--prefill-first", is_flag=True, help="Clients get their first token from the prefill worker.")
@@ -201,11 +214,14 @@ class _Setting:
             topology.prefill,
             groups,
             topology.ranks,
+            options.expert_ranks,
             step_time=source.step_time,
             kv_tokens=options.kv_tokens,
             prefill_first=options.prefill_first,
             absent=_absent(changes),
         )
+        if options.placement == "balanced":
+            spec = replace(spec, placements=_placements(source, spec))
         return cls(spec, changes, drift, source, options)
 
     def run_all(self, tell: Callable[[str], object]) -> Simulated:
@@ -240,8 +256,17 @@ class _Setting:
         found.add(row, clusters[0])
 
 
+def _placements(source: Source, spec: ClusterSpec) -> tuple[Placement, ...]:
+    assert source.profile is not None, "a balanced placement asked for one"
+    if source.profile.clusters != spec.decode:
+        raise ConfigError(f"--placement: the profile has {source.profile.clusters} clusters for {spec.decode} groups")
+    return placements_of(source.profile, source.trace, spec.holders)
+
+
 def _source(options: _Options, groups: int) -> Source:
     wanting = [policy for policy in options.policies if policy in _NEEDS_PROFILE]
+    if options.placement == "balanced":
+        wanting.append("--placement balanced")
     if options.workload in made_names():
         given = bool(options.profile or options.steps)
         clusters = groups if wanting else None

@@ -160,7 +160,18 @@ def sentences(found: Simulated) -> list[str]:
     """What was simulated, and what weakens the figures."""
     preempted = sum(one.row.preemptions for one in found.runs)
     about = [f"{preempted} times a request was preempted for want of KV."] if preempted else []
-    return [found.title, *found.notes, *about]
+    return [found.title, *found.notes, *about, *_spread_over_ranks(found)]
+
+
+def _spread_over_ranks(found: Simulated) -> list[str]:
+    """How evenly the active experts are spread over ranks, where there are several."""
+    shares: dict[str, list[float]] = {}
+    for one in found.runs:
+        active, busiest = one.row.active_experts_mean, one.row.busiest_rank_experts_mean
+        if active and busiest and busiest < active:
+            shares.setdefault(one.row.policy, []).append(busiest / active)
+    told = ", ".join(f"{policy} {percent(statistics.fmean(some))}" for policy, some in shares.items())
+    return [f"Of a layer's active experts, the rank with most has, on average: {told}."] if shares else []
 
 
 def tables(found: Simulated) -> list[Table]:

@@ -291,8 +291,8 @@ def new_decode_groups(kernel: Kernel, spec: ClusterSpec, experts: Experts) -> li
     """
     geometry = experts.geometry
     shape = (geometry.layers, geometry.experts)
-    if spec.ranks > geometry.experts:
-        raise ConfigError(f"cluster: {spec.ranks} ranks for {geometry.experts} experts")
+    if spec.holders > geometry.experts:
+        raise ConfigError(f"cluster: {spec.holders} ranks for {geometry.experts} experts")
     for placement in spec.placements:
         if placement.rank_of.shape != shape:
             raise ConfigError(f"cluster: a placement of {placement.rank_of.shape} experts; the model has {shape}")

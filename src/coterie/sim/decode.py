@@ -53,7 +53,7 @@ class DecodeGroup(Machine):
 
     Attention is the rank's own; experts serve the requests of all ranks, and all wait for the slowest at each layer.
     Requests are padded to the next captured CUDA graph (`ClusterSpec.graph_sizes`); active experts are not, since the
-    padding's choices are dropped.  With one rank, `busiest` is the number of active experts.
+    padding's choices are dropped.  Where one rank holds all experts, `busiest` is the number of active experts.
 
     A step gives each request of the batch one token.  One that was preempted joins with a prefill of its prompt and of
     the tokens that it had, which makes that step so much longer for all.
@@ -75,7 +75,7 @@ class DecodeGroup(Machine):
         self._kernel = kernel
         self._spec = spec
         self._experts = experts
-        self._placement = placement or (contiguous(experts.geometry, spec.ranks) if spec.ranks > 1 else None)
+        self._placement = placement or (contiguous(experts.geometry, spec.holders) if spec.holders > 1 else None)
         self._padded = _padded(spec.graph_sizes, spec.batch_requests)
         self._awake = False
         super().__init__()

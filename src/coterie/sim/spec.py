@@ -43,7 +43,10 @@ class ClusterSpec:
         prefill: number of prefill workers, `prefill-0` and so on.
         decode: number of decode groups, `decode-0` and so on.
         ranks: data-parallel ranks of each group, `decode-0.0` and so on; with one, the group is the worker.
-        placements: of experts on ranks, one for each group; by default contiguous blocks of experts.
+        expert_ranks: ranks that the experts of a group are spread over; by default its data-parallel ranks.  With
+            tensor-parallel attention there are more: TP 4 with EP 4 (ELDR section on Qwen3-235B) is one rank that
+            takes requests, and experts spread over 4.
+        placements: of experts on these ranks, one for each group; by default contiguous blocks of experts.
         step_time: of decode steps.
         prefill_time: of a prefill step, by the tokens that it computes.
         handoff_time: from the choice of a decode worker until it holds the prompt's KV, by the prompt's tokens.
@@ -69,6 +72,7 @@ class ClusterSpec:
     prefill: int
     decode: int
     ranks: int = 1
+    expert_ranks: int | None = None
     placements: tuple[Placement, ...] = ()
     step_time: StepTime = QWEN3_30B_MI300X
     prefill_time: TokenTime = PREFILL_MI300X
@@ -101,6 +105,8 @@ class ClusterSpec:
             raise ConfigError(
                 f"cluster: kv_tokens must be at least a block of {self.block_tokens}, got {self.kv_tokens}"
             )
+        if self.expert_ranks is not None and self.expert_ranks < self.ranks:
+            raise ConfigError(f"cluster: expert_ranks must be at least the {self.ranks} ranks, got {self.expert_ranks}")
         self._check_placements()
         for name in sorted(self.absent):
             self.members(name)
@@ -109,8 +115,13 @@ class ClusterSpec:
         if self.placements and len(self.placements) != self.decode:
             raise ConfigError(f"cluster: {len(self.placements)} placements for {self.decode} decode groups")
         for placement in self.placements:
-            if placement.ranks != self.ranks:
-                raise ConfigError(f"cluster: a placement on {placement.ranks} ranks for groups of {self.ranks}")
+            if placement.ranks != self.holders:
+                raise ConfigError(f"cluster: a placement on {placement.ranks} ranks for experts on {self.holders}")
+
+    @property
+    def holders(self) -> int:
+        """Ranks that hold the experts of a group."""
+        return self.expert_ranks or self.ranks
 
     def targets(self, role: Role) -> list[WorkerState]:
         """The workers of a role as the gateway knows them: names, groups and ranks."""
