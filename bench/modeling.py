@@ -2,6 +2,7 @@
 """CPU time of decode steps and prefills of `coterie.modeling`, beside real vLLM on the same checkpoint if asked for.
 
     python3 bench/modeling.py [CHECKPOINT] [--pad 2048] [--vllm] [--dtype float32] [--compiled] [--rounds 5] [--json]
+                             [--kernel NAME]
 
 Requests have contexts of 256 tokens.  A decode step computes one token of each; prefill figures are for one prompt of
 256 tokens, of up to four in a step.
@@ -27,6 +28,7 @@ os.environ["OPENBLAS_NUM_THREADS"] = "1"  # before numpy is loaded
 import numpy as np
 
 from coterie.modeling import Model, StepBatch, prepare
+from coterie.modeling.kernels import Kernel, kernels
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / "models" / "coterie-tiny"
@@ -44,8 +46,8 @@ Measure = Callable[[int], dict[str, float]]
 class Coterie:
     """The model with the caches of its requests."""
 
-    def __init__(self, weights: Path) -> None:
-        self.model = Model.open(weights)
+    def __init__(self, weights: Path, kernel: Kernel) -> None:
+        self.model = Model.open(weights, kernel)
         self.rng = np.random.default_rng(0)
         self.per_request = (CONTEXT + STEPS) // BLOCK + 1
         self.kv = np.zeros(self.model.kv_shape(max(BATCHES) * self.per_request, BLOCK), np.float32)
@@ -135,6 +137,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", nargs="?", type=Path, default=TINY)
     parser.add_argument("--pad", type=int, help="pad experts to so many intermediate columns")
+    found = {kernel.name: kernel for kernel in kernels()}
+    parser.add_argument("--kernel", choices=found, default=next(iter(found)), help="coterie's; default %(default)s")
     parser.add_argument("--vllm", action="store_true", help="measure vLLM too")
     parser.add_argument("--dtype", default="float32", help="vLLM's")
     parser.add_argument("--compiled", action="store_true", help="let vLLM compile the model; otherwise it runs eagerly")
@@ -142,9 +146,8 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        engines: dict[str, Measure] = {
-            "coterie": Coterie(prepare(options.checkpoint, Path(folder), pad_intermediate=options.pad)).measure
-        }
+        weights = prepare(options.checkpoint, Path(folder), pad_intermediate=options.pad)
+        engines: dict[str, Measure] = {"coterie": Coterie(weights, found[options.kernel]).measure}
         if options.vllm:
             with vllm(options.checkpoint, options.dtype, options.compiled) as measure:
                 rows = run({**engines, "vllm": measure}, options.rounds)

@@ -114,10 +114,10 @@ def engine(model: Path, served_model_name: str | None, **options: Any) -> None:
         run(config, on_ready=_announce(config, bar), progress=_shown(bar))
 
 
-def _announce(config: WorkerConfig, bar: Progress) -> Callable[[str], None]:
-    def announce(url: str) -> None:
+def _announce(config: WorkerConfig, bar: Progress) -> Callable[[str, str], None]:
+    def announce(url: str, kernel: str) -> None:
         bar.stop()
-        click.echo(f"serving   {config.served_model_name} ({config.model}) at {url}, role {config.role}")
+        click.echo(f"serving   {config.served_model_name} ({config.model}) at {url}, role {config.role}, kernel {kernel}")
 
     return announce
 

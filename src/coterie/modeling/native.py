@@ -70,7 +70,7 @@ class NativeKernel:
         for name, arguments in _ARGUMENTS.items():
             function = getattr(functions, name)
             function.argtypes, function.restype = arguments, None
-        self.name = f"native, {level}"
+        self.name = f"native {level}"
         self._functions = functions
 
     def check(self, shapes: Iterable[Shape]) -> None:

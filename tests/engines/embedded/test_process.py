@@ -30,7 +30,7 @@ def config(weights, **changes):
     return WorkerConfig(TINY, "tiny", **{"weights_dir": weights, "port": 0, "kv_blocks": 20, **changes})
 
 
-def never(url):
+def never(url, kernel):
     pytest.fail(f"it serves at {url}")
 
 
@@ -46,7 +46,7 @@ def test_a_step_that_fails_ends_the_process_and_every_request(weights, monkeypat
     monkeypatch.setattr(Model, "forward", fail)
     threads = []
 
-    def on_ready(url):
+    def on_ready(url, kernel):
         threads.append(threading.Thread(target=ask, args=(url,)))
         threads[0].start()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from coterie.engines.embedded.stats import Stats
@@ -38,9 +38,10 @@ _COUNTERS: dict[str, tuple[str, Callable[[Stats], float]]] = {
 class _EngineCollector(Collector):
     """Reads the engine when scraped."""
 
-    def __init__(self, stats: Callable[[], Stats], labels: tuple[str, ...]) -> None:
+    def __init__(self, stats: Callable[[], Stats], labels: tuple[str, ...], kernel: str) -> None:
         self._stats = stats
         self._labels = labels
+        self._kernel = kernel
 
     def collect(self) -> Iterator[Metric]:
         stats = self._stats()
@@ -59,6 +60,9 @@ class _EngineCollector(Collector):
         for reason, count in stats.finished.items():
             ended.add_metric((*self._labels, reason), count)
         yield ended
+        kernel = InfoMetricFamily("coterie:kernel", "What computes the model.", labels=_LABELS)
+        kernel.add_metric(self._labels, {"kernel": self._kernel})
+        yield kernel
 
 
     def _waiting(self, stats: Stats) -> Metric:
@@ -83,12 +87,13 @@ class Metrics:
     Args:
         stats: reads the engine.
         model: name of the model.
+        kernel: name of what computes it.
     """
 
-    def __init__(self, stats: Callable[[], Stats], model: str) -> None:
+    def __init__(self, stats: Callable[[], Stats], model: str, kernel: str) -> None:
         self._registry = CollectorRegistry()
         labels = (model, "0")
-        self._registry.register(_EngineCollector(stats, labels))
+        self._registry.register(_EngineCollector(stats, labels, kernel))
         self.first_token_s = self._histogram("time_to_first_token_seconds", "Seconds to the first token.", labels)
         self.between_tokens_s = self._histogram("inter_token_latency_seconds", "Seconds between tokens.", labels)
         self.whole_s = self._histogram("e2e_request_latency_seconds", "Seconds of whole requests.", labels)

@@ -106,12 +106,12 @@ class WorkerConfig:
             raise ConfigError(f"--kv-timeout {self.kv_timeout_s}: it must be positive and at most {LONGEST_WAIT_S}")
 
 
-def run(config: WorkerConfig, *, on_ready: Callable[[str], None], progress: Progress | None = None) -> None:
+def run(config: WorkerConfig, *, on_ready: Callable[[str, str], None], progress: Progress | None = None) -> None:
     """Serve until SIGTERM or SIGINT; requests that still run then end with an error.
 
     Args:
         config: what to serve.
-        on_ready: told the URL once clients are served.
+        on_ready: told the URL and the kernel's name once clients are served.
         progress: told how far converting the weights is.
 
     Raises:
@@ -146,7 +146,7 @@ async def _run(
     model: Model,
     tokenizer: Tokenizer,
     source: str,
-    on_ready: Callable[[str], None],
+    on_ready: Callable[[str, str], None],
     on_decode: OnDecode | None,
 ) -> None:
     sys.setswitchinterval(_SWITCH_S)
@@ -158,7 +158,7 @@ async def _run(
             _worker(config, model, tokenizer, kv, on_decode) as worker,
             serving_app(app(worker), listener, grace_s=_GRACE_S),
         ):
-            on_ready(url_of(listener))
+            on_ready(url_of(listener), model.kernel.name)
             while not stop.is_set() and worker.engine.problem is None:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(stop.wait(), _LOOK_S)
@@ -215,7 +215,7 @@ async def _worker(
             tokenizer=tokenizer,
             mailbox=mailbox,
             loads=loads,
-            metrics=Metrics(engine.stats, config.served_model_name),
+            metrics=Metrics(engine.stats, config.served_model_name, model.kernel.name),
             started_s=int(time.time()),
         )
     finally:
