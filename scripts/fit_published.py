@@ -129,11 +129,11 @@ def statistics(published: Published, constants: Constants, requests: int) -> lis
     cells = {
         (workload, top_k): motivation(published, constants, workload, top_k, requests)
         for workload in published.workloads
-        for top_k in sorted({model.top_k for model in published.models.values()})
+        for top_k in sorted({published.models[model].top_k for model in published.measured})
     }
 
     def mean(workload: str, value) -> float:
-        return float(np.mean([value(cells[workload, model.top_k]) for model in published.models.values()]))
+        return float(np.mean([value(cells[workload, published.models[model].top_k]) for model in published.measured]))
 
     def change(one: Motivation) -> float:
         return -100 * float(np.mean([one.same_domain[size] for size in BATCH_SIZES]))
@@ -170,7 +170,10 @@ def fit_step(published: Published, constants: Constants, model: str, requests: i
     """The expert part by bytes, and a table of what is left of round robin's TPOT at each rate.
 
     The batch follows from TPOT: a decode worker holds rate / workers * output tokens * TPOT requests (Little's law).
+    Of a model that has no published TPOT it is assumed that the rest of a layer takes as long as one of Qwen3-30B-A3B.
     """
+    if model not in published.measured:
+        return scaled(fit_step(published, constants, "qwen", requests), published, model)
     per_expert_s = expert_s(published) * published.models[model].expert_bytes / published.models["qwen"].expert_bytes
     points: dict[float, list[tuple[float, float]]] = {}
     for workload, about in published.workloads.items():
@@ -183,6 +186,17 @@ def fit_step(published: Published, constants: Constants, model: str, requests: i
     batches, rest = np.array([np.mean(points[rate], axis=0) for rate in sorted(points)]).T  # of both workloads
     slope = max(0.0, float(np.polyfit(batches, rest, 1)[0]))
     return FittedStep(slope, per_expert_s, list(zip(batches.tolist(), (rest - slope * batches).tolist(), strict=True)))
+
+
+def scaled(qwen: FittedStep, published: Published, model: str) -> FittedStep:
+    """The step time of a model with more layers and larger experts than Qwen3-30B-A3B."""
+    of, base = published.models[model], published.models["qwen"]
+    layers = of.layers / base.layers
+    return FittedStep(
+        qwen.per_request_s * layers,
+        qwen.per_expert_s * of.expert_bytes / base.expert_bytes,
+        [(requests, seconds * layers) for requests, seconds in qwen.rest],
+    )
 
 
 def expert_s(published: Published) -> float:

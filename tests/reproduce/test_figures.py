@@ -27,7 +27,7 @@ class Known(Cell):
 def bench():
     bench = Bench(QUICK)
     for workload in bench.published.workloads:
-        for model in bench.published.models:
+        for model in bench.published.models:  # also those that only one figure is of
             bench._cells[workload, model] = Known(workload, model, QUICK, lambda _: None)
     return bench
 
@@ -65,6 +65,19 @@ def test_every_published_row_of_a_figure_has_a_line(bench):
         lines = FIGURES[name](bench).lines
         assert len(lines) == len(bench.rows(name)) > 0
         assert all(line.simulated is not None or line.note for line in lines)
+
+
+def test_experts_on_several_gpus_are_shown_for_both_workloads_with_and_without_placement(bench):
+    lines = FIGURES["ep"](bench).lines
+    assert len(lines) == 2 * 2 * 2  # percentiles, workloads, placements
+    assert all(line.simulated == pytest.approx(-10) and line.off == 0 for line in lines if line.low <= -10)
+
+
+def test_experts_are_placed_where_they_are_spread():
+    setup = Setup("locality", RATES[0], topology="1P2D", expert_ranks=4)
+    cell = Cell("task", "qwen", QUICK, lambda _: None)
+    blocks, placed = cell.run(setup), cell.run(replace(setup, placed=True))
+    assert placed.busiest_rank_experts_mean < blocks.busiest_rank_experts_mean
 
 
 def test_what_constants_were_fitted_to_is_marked(bench):

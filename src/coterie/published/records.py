@@ -173,6 +173,11 @@ class Published:
             figures=tuple(row for row in self.figures if row.use == "fit"),
         )
 
+    @property
+    def measured(self) -> list[str]:
+        """Keys of the models that the artifact's runs are of."""
+        return list(dict.fromkeys(row.model for row in self.tpot))
+
     def figure(self, name: str, metric: str, **attributes: object) -> Figure:
         """The one row of a figure and metric with these attributes.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
@@ -16,6 +16,7 @@ from coterie.routing import DEFAULT_TAU, LOAD_POLICIES, make_policy
 from coterie.signature import Kind
 from coterie.sim import ClusterSpec, Row, Stream, simulate
 from coterie.sim.made import Made, made_workload
+from coterie.sim.placement import placements_of
 from coterie.sim.spec import parse_topology
 
 Metric = Literal["tpot_p50", "tpot_p99", "active_experts"]
@@ -60,6 +61,8 @@ class Setup:
         kind: of the profile's signatures.
         balanced: whether the profile's clusters are of equal size.
         cache_tokens: of each prefill worker's prefix cache.
+        expert_ranks: over which each decode worker spreads its experts.
+        placed: whether it spreads them by the use of the requests that its centroid attracts.
     """
 
     policy: str
@@ -69,6 +72,8 @@ class Setup:
     kind: Kind = "count_idf"
     balanced: bool = True
     cache_tokens: int = 0
+    expert_ranks: int = 1
+    placed: bool = False
 
 
 class Cell:
@@ -96,14 +101,17 @@ class Cell:
         return self._rows[setup]
 
     def change(self, setup: Setup, against: str, metric: Metric) -> float:
-        """By how many per cent a figure differs from that of another policy in the same setup, or of `BALANCERS`."""
+        """By how many per cent a figure differs from that of another policy in the same setup, or of `BALANCERS`.
+
+        Only what routes by centroids can place experts by them.
+        """
         rivals = LOAD_POLICIES if against == BALANCERS else (against,)
-        lowest = min(self._figure(replace(setup, policy=name), metric) for name in rivals)
+        lowest = min(self._figure(replace(setup, policy=name, placed=False), metric) for name in rivals)
         return 100 * (self._figure(setup, metric) / lowest - 1)
 
-    def mean_change(self, setup: Setup, against: str, metric: Metric) -> float:
-        """The mean of `change` over the paper's five rates."""
-        return float(np.mean([self.change(replace(setup, rate=rate), against, metric) for rate in RATES]))
+    def mean_change(self, setup: Setup, against: str, metric: Metric, rates: Sequence[float] = RATES) -> float:
+        """The mean of `change` over rates, by default the paper's five."""
+        return float(np.mean([self.change(replace(setup, rate=rate), against, metric) for rate in rates]))
 
     def _figure(self, setup: Setup, metric: Metric) -> float:
         value = getattr(self.run(setup), _FIELDS[metric])
@@ -111,18 +119,14 @@ class Cell:
         return value
 
     def _simulate(self, setup: Setup) -> Row:
-        made, plan = self._make(), self._plan
-        topology = parse_topology(setup.topology)
-        spec = ClusterSpec(
-            topology.prefill,
-            topology.decode,
-            step_time=made.step_time,
-            cache_tokens=setup.cache_tokens,
-            prefill_first=True,
-        )
-        profile = self._profile(setup.kind, topology.decode, setup.balanced) if "locality" in setup.policy else None
+        made, plan, spec = self._make(), self._plan, self._spec(setup)
+        needed = "locality" in setup.policy
         decode = make_policy(
-            setup.policy, spec.targets("decode"), profile=profile, trace=made.calibration, tau=setup.tau
+            setup.policy,
+            spec.targets("decode"),
+            profile=self._profile(setup.kind, spec.decode, setup.balanced) if needed else None,
+            trace=made.calibration,
+            tau=setup.tau,
         )
         return simulate(
             made.population,
@@ -133,6 +137,22 @@ class Cell:
             seed=plan.seed,
             warm_up_s=plan.warm_up_s,
         )
+
+    def _spec(self, setup: Setup) -> ClusterSpec:
+        made, topology = self._make(), parse_topology(setup.topology)
+        spec = ClusterSpec(
+            topology.prefill,
+            topology.decode,
+            topology.ranks,
+            setup.expert_ranks,
+            step_time=made.step_time,
+            cache_tokens=setup.cache_tokens,
+            prefill_first=True,
+        )
+        if not setup.placed:
+            return spec
+        profile = self._profile(setup.kind, spec.decode, setup.balanced)
+        return replace(spec, placements=placements_of(profile, made.calibration, spec.holders))
 
     def _make(self) -> Made:
         if self._made is None:

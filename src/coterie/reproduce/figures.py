@@ -14,6 +14,7 @@ from coterie.routing import LOAD_POLICIES
 from coterie.signature import COUNT_KINDS
 
 _CHANGES: tuple[Metric, ...] = ("tpot_p50", "tpot_p99")
+_SPREAD_RATES = (24.0, 40.0, 56.0)  # the ends and the middle of what the paper has
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +101,8 @@ class Bench:
 
     def cells(self) -> list[Cell]:
         """All six."""
-        return [self.cell(workload, model) for workload in self.published.workloads for model in self.published.models]
+        published = self.published
+        return [self.cell(workload, model) for workload in published.workloads for model in published.measured]
 
     def rows(self, figure: str, **attributes: object) -> list[Figure]:
         """The published rows of a figure with these attributes."""
@@ -312,6 +314,22 @@ def topology(bench: Bench) -> Outcome:
     return Outcome("topology", "Decode workers: change of TPOT against the best load balancer", tuple(lines))
 
 
+def experts_spread(bench: Bench) -> Outcome:
+    """Qwen3-235B-A22B on 2P8D, with the experts of a decode worker on four GPUs.
+
+    Which workload was served is not published, and no time of a step: see `ATTRIBUTION.md` for what is assumed.
+    """
+    lines = []
+    for row in bench.rows("ep"):
+        for workload in bench.published.workloads:
+            cell, metric = bench.cell(workload, row.model), msgspec.convert(row.metric, Metric)
+            for placed, setting in ((True, "placed by decode worker"), (False, "in blocks")):
+                setup = Setup("locality", 0, topology="2P8D", expert_ranks=4, placed=placed)
+                change = cell.mean_change(setup, BALANCERS, metric, _SPREAD_RATES)
+                lines.append(replace(beside(row, change), workload=workload, setting=f"locality, experts {setting}"))
+    return Outcome("ep", "Qwen3-235B on 2P8D with four GPUs each: change against the best load balancer", tuple(lines))
+
+
 def prefix_cache(bench: Bench) -> Outcome:
     """Locality beside a prefix cache."""
     lines = []
@@ -333,6 +351,7 @@ FIGURES: dict[str, Callable[[Bench], Outcome]] = {
     "balance": balance,
     "signatures": signatures,
     "topology": topology,
+    "ep": experts_spread,
     "prefix_cache": prefix_cache,
 }
 """Every figure that can be simulated, by its name on the command line."""

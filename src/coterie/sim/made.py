@@ -10,7 +10,7 @@ from coterie.activations import ActivationTrace
 from coterie.core import ModelGeometry
 from coterie.errors import ConfigError
 from coterie.latency import StepTime
-from coterie.published import Domain, Fitted, FittedStep, Model, Published, Workload, load_fitted, load_published
+from coterie.published import Domain, FittedStep, Model, Workload, load_fitted, load_published
 from coterie.sim.generator import Lengths, Recipe, Spread, Topic, make_trace
 from coterie.sim.workload import Population, population_of
 
@@ -41,8 +41,6 @@ def made_workload(
     seed: int = 0,
     requests: int = 1500,
     calibration: int = 1000,
-    published: Published | None = None,
-    fitted: Fitted | None = None,
 ) -> Made:
     """Make up a workload of ELDR section 1.4 on one of its models.
 
@@ -52,13 +50,11 @@ def made_workload(
         seed: of all that is drawn.
         requests: to serve.
         calibration: to fit profiles to; as many as in the paper by default.
-        published: set-ups; by default those that come with the package.
-        fitted: constants; by default those that come with the package.
 
     Raises:
         ConfigError: there is no such workload or model.
     """
-    published, fitted = published or load_published(), fitted or load_fitted()
+    published, fitted = load_published(), load_fitted()
     for name, known in ((workload, published.workloads), (model, published.models)):
         if name not in known:
             raise ConfigError(f"no published workload or model is named {name!r}; there are {', '.join(known)}")
