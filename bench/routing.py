@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""What fitting and routing cost at the size of Qwen3-30B-A3B: 48 layers of 128 experts, top-8.
+"""What fitting, refitting and routing cost at the size of Qwen3-30B-A3B: 48 layers of 128 experts, top-8.
 
     python3 bench/routing.py [--json]
 
-The counts are made up: each domain favours its own experts, as a trained model does.  Fits are in CPU time of
-the whole process.  Decisions are in wall-clock time, the median over 100 batches of 20; run it on a quiet machine.
+The counts are made up: each domain favours its own experts, as a trained model does.  Fits and refits are in CPU time
+of the whole process.  Decisions are in wall-clock time, the median over 100 batches of 20; run it on a quiet machine.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 from coterie.activations import ActivationTrace
 from coterie.calibration import Profile, fit
 from coterie.core import ExpertCounts, ModelGeometry, RouteRequest, WorkerState, prompt_hash
-from coterie.routing import Ledger, make_policy, route
+from coterie.routing import Ledger, LocalityRefit, make_policy, route
 from coterie.wire import decode_counts, encode_counts
 
 GEOMETRY = ModelGeometry(layers=48, experts=128, top_k=8)
@@ -95,10 +95,33 @@ def measure_policies(trace: ActivationTrace, profile: Profile, workers: int) -> 
         for i in range(256)
     )
     times = {}
-    for name in ("round_robin", "random", "least_load", "power_of_two", "prefix", "domain", "locality"):
+    for name in (
+        "round_robin",
+        "random",
+        "least_load",
+        "power_of_two",
+        "prefix",
+        "domain",
+        "locality",
+        "locality_refit",
+    ):
         policy = make_policy(name, targets, profile=profile, trace=trace)
         times[name] = microseconds(lambda policy=policy: route(policy, next(requests), ledger.states(), rng))
     return times
+
+
+def measure_refit(trace: ActivationTrace, profile: Profile, workers: int) -> float:
+    """CPU seconds of one refit to a full window that is found to hold nothing new."""
+    targets = [WorkerState(f"d{i}", f"d{i}") for i in range(workers)]
+    policy, ledger = LocalityRefit(profile, targets), Ledger(targets)
+    ledger.follow(policy)
+    for i in range(REQUESTS):
+        counts = ExpertCounts(GEOMETRY, trace.prefill[i], PROMPT_TOKENS, PROMPT_TOKENS)
+        ledger.lease("d0", RouteRequest(str(i), counts=counts))
+    job = policy.due(ledger.states(), time.monotonic())
+    started = time.process_time()
+    job.run()
+    return time.process_time() - started
 
 
 def measure_parts(trace: ActivationTrace, profile: Profile) -> dict[str, float]:
@@ -124,6 +147,7 @@ def main() -> None:
     report = {
         "machine": f"{platform.machine()}, Python {platform.python_version()}, numpy {np.__version__}",
         "fit_cpu_s": {f"{REQUESTS} requests, {k} clusters": seconds for k, (_, seconds) in fits.items()},
+        "refit_cpu_s": {f"{k} workers": measure_refit(trace, profile, k) for k, (profile, _) in fits.items()},
         "decision_us": {f"{k} workers": measure_policies(trace, profile, k) for k, (profile, _) in fits.items()},
         "parts_us": measure_parts(trace, fits[16][0]),
     }
@@ -133,6 +157,8 @@ def main() -> None:
 def as_table(report: dict) -> str:
     lines = [report["machine"], f"{GEOMETRY}", "", "fit (CPU s)"]
     lines += [f"  {name:30}{seconds:9.2f}" for name, seconds in report["fit_cpu_s"].items()]
+    lines += ["", "refit to a full window (CPU s)"]
+    lines += [f"  {name:30}{seconds:9.2f}" for name, seconds in report["refit_cpu_s"].items()]
     lines += ["", f"{'one decision (us)':32}" + "".join(f"{pool:>14}" for pool in report["decision_us"])]
     pools = list(report["decision_us"].values())
     lines += [f"  {name:30}" + "".join(f"{pool[name]:14.1f}" for pool in pools) for name in pools[0]]

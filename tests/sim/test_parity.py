@@ -271,5 +271,6 @@ def test_centroids_are_refitted_to_the_pool_while_the_two_are_compared():
         POPULATION, TRAFFIC, SPEC, prefill=policies("locality")["prefill"], decode=decode, seed=SEED, changes=CHANGES
     )
     figures = decode.figures(1.5)
-    assert figures["refits_installed_total"] >= 2
+    assert figures["refits_installed_total"] >= 1
+    assert figures["refits_outdated_total"] >= 1  # the pool changed while a job ran
     assert figures["centroids"] == 4

@@ -17,10 +17,10 @@ from coterie.calibration import Profile
 from coterie.clustering import refit
 from coterie.core import Counts, Decision, RouteRequest, Served, WorkerState
 from coterie.errors import ConfigError
-from coterie.routing.drift import Gain, held_out_gain
+from coterie.routing.drift import Gain, fit_again, held_out_gain
 from coterie.routing.ledger import Lease
 from coterie.routing.locality import DEFAULT_TAU, Band, groups_of, missing_signal
-from coterie.routing.partition import Partition, deal
+from coterie.routing.partition import Partition, Rows, deal
 from coterie.routing.policy import Reads
 from coterie.signature import SignatureTransform
 
@@ -203,12 +203,14 @@ class RefitJob:
         signatures = np.stack([self.transform.apply(counts) for counts in self.counts])
         signatures = signatures[signatures.any(axis=1)]
         seeds = self.present.seeds(signatures)
-        gain = None if self.certain else held_out_gain(signatures, seeds)
-        if gain is not None and not gain.significant:
-            return RefitOutcome(self.present, gain=gain)
-        centroids = refit(signatures, seeds).centroids.astype(np.float32)
-        found = Partition(centroids, {group: k for k, group in enumerate(self.present.groups)})
+        if self.certain:
+            return RefitOutcome(self.present, self._owned(refit(signatures, seeds).centroids))
+        gain = held_out_gain(signatures, seeds)
+        found = self._owned(fit_again(signatures, seeds)) if gain.significant else None
         return RefitOutcome(self.present, found, gain)
+
+    def _owned(self, centroids: Rows) -> Partition:
+        return Partition(centroids.astype(np.float32), {group: k for k, group in enumerate(self.present.groups)})
 
 
 class Window:

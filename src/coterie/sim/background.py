@@ -7,8 +7,8 @@ from typing import Any
 from coterie.routing import TICK_S, Background, Ledger
 from coterie.sim.kernel import Kernel, Priority
 
-JOB_S = 0.25
-"""Seconds from when work is due until its outcome is installed."""
+JOB_S = 0.5
+"""Seconds from when work is due until its outcome is installed; `bench/routing.py` measures a refit."""
 
 
 class BackgroundWork:
