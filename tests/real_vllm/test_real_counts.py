@@ -117,7 +117,7 @@ def test_the_embedded_engine_has_metrics_of_vllm_by_name_kind_and_labels(server,
     for url in (server, embedded):
         complete(url, "Once upon a time", max_tokens=4)
     own, theirs = metric_shapes(embedded), metric_shapes(server)
-    assert len(own) == 12
+    assert len(own) > 10
     assert {name: theirs.get(name) for name in own} == own
 
 

@@ -46,7 +46,7 @@ prefill: {{count: 1, {pool}}}
 decode: {{count: 2, {pool}}}
 run_dir: run
 """)
-    with Cluster(load_cluster_config(folder / "cluster.yaml", engine_env=Path("/nowhere"))) as running:
+    with HTTP, Cluster(load_cluster_config(folder / "cluster.yaml", engine_env=Path("/nowhere"))) as running:
         yield running
 
 
