@@ -14,7 +14,7 @@ def outcomes_of(ends, *, failed=(), since_s=0.0, last_arrival_s=20.0):
     """Requests that took 10 tokens after the first, each by its end and milliseconds per token."""
     outcomes = Outcomes(since_s)
     for end_s, tpot_ms in ends:
-        outcomes.finish(RequestTimeline(end_s - tpot_ms / 100, end_s - tpot_ms / 100, end_s, 11))
+        outcomes.finish(RequestTimeline(end_s - tpot_ms / 100, end_s - tpot_ms / 100, end_s, 11), 0)
     for time_s in failed:
         outcomes.fail(since_s, time_s)
     outcomes.arrive(last_arrival_s)
@@ -38,7 +38,7 @@ def test_windows_begin_after_the_warm_up_and_end_before_the_cluster_empties():
 
 def test_requests_of_a_single_token_have_no_time_per_token():
     outcomes = Outcomes(0.0)
-    outcomes.finish(RequestTimeline(0.0, 1.0, 1.0, 1))
+    outcomes.finish(RequestTimeline(0.0, 1.0, 1.0, 1), 0)
     outcomes.arrive(5.0)
     assert windows(outcomes, 5.0) == (Window(0.0, 1, 0, None, None),)
 

@@ -243,7 +243,7 @@ class Cluster:
         self._finished += 1
         self.end_s = self._kernel.now()
         timeline = RequestTimeline(arrival.time_s, first_s, self.end_s, arrival.request.output_tokens)
-        self.outcomes.finish(timeline)
+        self.outcomes.finish(timeline, arrival.position)
 
     def _fail(self, arrival: Arrival) -> None:
         self._failed += 1

@@ -9,7 +9,7 @@ from coterie.metrics import RequestTimeline
 
 
 class Outcomes:
-    """Counts, 32 bytes of each request that finished, and 8 of each that failed.
+    """Counts, 40 bytes of each request that finished, and 8 of each that failed.
 
     Requests that arrive before `since_s` are left out: they warm the cluster up.
 
@@ -21,6 +21,7 @@ class Outcomes:
         ttft_s: their times to first token.
         tpot_s: their times per output token; NaN for those with a single token.
         end_s: when they had their last token.
+        position: which of the population each is.
         failed_s: when those that failed did, in order.
     """
 
@@ -29,6 +30,7 @@ class Outcomes:
         self.arrived = 0
         self.last_arrival_s = 0.0
         self.arrived_s, self.ttft_s, self.tpot_s, self.end_s, self.failed_s = (array("d") for _ in range(5))
+        self.position = array("q")
 
     @property
     def failed(self) -> int:
@@ -45,11 +47,12 @@ class Outcomes:
         if arrived_s >= self.since_s:
             self.failed_s.append(now_s)
 
-    def finish(self, timeline: RequestTimeline) -> None:
-        """One had its last token."""
+    def finish(self, timeline: RequestTimeline, position: int) -> None:
+        """The one at this position of the population had its last token."""
         if timeline.sent_s < self.since_s:
             return
         self.arrived_s.append(timeline.sent_s)
         self.ttft_s.append(timeline.ttft_s)
         self.tpot_s.append(math.nan if timeline.tpot_s is None else timeline.tpot_s)
         self.end_s.append(timeline.last_token_s)
+        self.position.append(position)
