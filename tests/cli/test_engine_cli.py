@@ -22,6 +22,7 @@ TINY = Path(__file__).parents[2] / "models" / "coterie-tiny"
         ([TINY, "--kv-timeout", "nan"], "--kv-timeout nan: it must be positive and at most 86400"),
         ([TINY, "--kv-timeout", "inf"], "--kv-timeout inf: it must be positive and at most 86400"),
         ([TINY.parent], "config.json"),
+        ([TINY, "--log-steps", __file__], "does not begin with requests,active_experts,step_ms"),
         ([TINY, "--pad-intermediate", 63], "pad_intermediate is 63"),
     ],
 )

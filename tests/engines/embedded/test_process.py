@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import sys
 import threading
@@ -11,6 +13,7 @@ from workers import HTTP, TINY
 
 from coterie.engines.embedded.process import WorkerConfig, default_weights_dir, run
 from coterie.errors import ConfigError, EngineError, UnsupportedError
+from coterie.latency import read_step_points
 from coterie.modeling import Model
 
 
@@ -55,6 +58,28 @@ def test_a_step_that_fails_ends_the_process_and_every_request(weights, monkeypat
     threads[0].join()
     assert replies[0].status_code == 500
     assert "a wrong turn" in replies[0].json()["error"]["message"]
+
+
+def test_decode_steps_are_written_down(weights, tmp_path):
+    replies = []
+
+    def ask(url):
+        body = {"prompt": [1, 2, 3], "max_tokens": 5, "ignore_eos": True}
+        replies.append(HTTP.post(f"{url}/v1/completions", json=body))
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threads = []
+
+    def on_ready(url, *_):
+        threads.append(threading.Thread(target=ask, args=(url,)))
+        threads[0].start()
+
+    run(config(weights, log_steps=tmp_path / "steps.csv"), on_ready=on_ready)
+    threads[0].join()
+    assert replies[0].status_code == 200
+    steps = read_step_points(tmp_path / "steps.csv")  # the prompt's step is none of them
+    assert [point.requests for point in steps] == [1] * 4
+    assert {point.active for point in steps} == {5 * 4}  # layers x top-k
 
 
 def test_a_port_that_is_taken_ends_the_start(weights):
