@@ -9,7 +9,7 @@ from coterie.errors import InputError
 from coterie.latency import StepTime
 from coterie.routing import LeastLoad, RoundRobin
 from coterie.sim.optimum import best_partition, count_sets
-from coterie.sim.oracle import Instance, assign_by, best_found
+from coterie.sim.oracle import Instance, assign_by, best_found, one_by_one
 
 STEP = StepTime(5e-3, 1e-4, 2e-4)
 
@@ -98,6 +98,15 @@ def test_the_bound_holds_and_is_near_on_a_case_too_large_to_try_all():
     best = best_partition(instance, 5, np.arange(16) % 4)
     assert best.bound_s <= best.mean_tpot_s <= instance.mean_tpot_s(found) * (1 + 1e-9)
     assert instance.mean_tpot_s(found) < 1.005 * best.bound_s
+
+
+def test_one_by_one_takes_the_least_that_each_adds_and_does_not_look_ahead():
+    likes = np.eye(2)[[0, 1, 0, 1, 1]][:, None, :] * 0.9
+    instance = Instance(likes, 2, STEP)
+    # 0 and 1 go apart, since two in one step wait for both experts; the others go where their expert is used.
+    assert one_by_one(instance, 3).tolist() == [0, 1, 0, 1, 1]
+    with pytest.raises(InputError, match="finds 2 on every worker"):
+        one_by_one(instance, 2)
 
 
 def test_search_never_ends_worse_than_where_it_began():

@@ -245,6 +245,22 @@ def best_found(
     return min(states, key=_State.cost).places
 
 
+def one_by_one(instance: Instance, most: int) -> Assignment:
+    """Each request in turn where it adds least: it knows the experts and ends of all that came, but not what will come.
+
+    Args:
+        instance: what is to be assigned.
+        most: requests that a worker may hold at any moment.
+
+    Raises:
+        InputError: a request finds no worker.
+    """
+    state = _greedy(instance, np.argsort(instance.first, kind="stable"), most)
+    if state is None:
+        raise InputError(f"oracle: a request finds {most} on every worker; allow more")
+    return state.places
+
+
 def _greedy(instance: Instance, order: npt.NDArray[np.intp], most: int) -> _State | None:
     state = _State(instance, np.full(len(instance), -1))
     for i in order.tolist():
