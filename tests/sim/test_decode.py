@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coterie.latency import StepTime, TokenTime
+from coterie.placement import Placement
 from coterie.sim.decode import _padded
 from coterie.sim.kernel import Priority
-from coterie.sim.placement import Placement
 from sim_story import Story
 
 SECONDS = StepTime(1.0, 0.0, 0.0)
@@ -122,7 +122,7 @@ def test_ranks_step_together_and_wait_for_the_one_with_most_experts_and_the_one_
 
 def test_another_placement_of_the_experts_makes_steps_shorter():
     story = Story()
-    group = story.group(ranks=2, placement=Placement(np.array([[0, 1, 0, 1]]), 2))
+    group = story.group(ranks=2, placement=Placement(np.array([[0, 2, 1, 3]]), np.array([0, 0, 1, 1]), np.ones((1, 4))))
     for rank, name in enumerate("ab"):
         story.submit(group.ranks[rank], 0.0, story.task(name, position=rank))
     story.kernel.run()

@@ -343,7 +343,7 @@ def test_a_cluster_that_cannot_be_is_refused_by_name(name, value):
 def test_experts_and_ranks_must_fit_one_another():
     with pytest.raises(ConfigError, match="33 ranks for 32 experts"):
         run(spec=replace(SPEC, ranks=33))
-    with pytest.raises(ConfigError, match=r"a placement of \(3, 16\) experts; the model has \(3, 32\)"):
+    with pytest.raises(ConfigError, match=r"a placement of \(3, 16\) experts, 16 slots; the model has \(3, 32\)"):
         run(spec=replace(SPEC, placements=(contiguous(ModelGeometry(3, 16, 2), 1),) * 4))
 
 

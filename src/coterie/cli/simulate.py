@@ -18,13 +18,14 @@ from coterie.cli.simulated import Simulated, page, sentences, tables
 from coterie.cli.workloads import Source, made, made_names, model_names, recorded
 from coterie.errors import ConfigError
 from coterie.files import check_target
+from coterie.placement import Placement
 from coterie.report import svg
 from coterie.report.page import write
 from coterie.routing import DECODE_POLICIES, DEFAULT_TAU, PREFILL_POLICIES, make_policy
 from coterie.sim import Change, ClusterSpec, Drift, Mix, Stream, parse_topology
 from coterie.sim import simulate as run
 from coterie.sim.cluster import Cluster
-from coterie.sim.placement import Placement, placements_of
+from coterie.sim.placement import placements_of
 from coterie.sim.spec import Topology
 from coterie.sim.timeline import events_of
 

@@ -294,8 +294,11 @@ def new_decode_groups(kernel: Kernel, spec: ClusterSpec, experts: Experts) -> li
     if spec.holders > geometry.experts:
         raise ConfigError(f"cluster: {spec.holders} ranks for {geometry.experts} experts")
     for placement in spec.placements:
-        if placement.rank_of.shape != shape:
-            raise ConfigError(f"cluster: a placement of {placement.rank_of.shape} experts; the model has {shape}")
+        if placement.replicas.shape != shape or (placement.replicas != 1).any():
+            raise ConfigError(
+                f"cluster: a placement of {placement.replicas.shape} experts, {placement.experts.shape[1]} slots; the "
+                f"model has {shape}, and each needs one slot"
+            )
     placements = spec.placements or (None,) * spec.decode
     return [DecodeGroup(kernel, spec, experts, placement) for placement in placements]
 

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from coterie.core import Reading
+from coterie.placement import Placement
 from coterie.sim.experts import Batch, Experts
 from coterie.sim.kernel import Kernel, Priority
 from coterie.sim.kv import KvBlocks
-from coterie.sim.placement import Placement, contiguous
+from coterie.sim.placement import BusiestRank, contiguous
 from coterie.sim.spec import ClusterSpec
 from coterie.sim.workers import Machine, Task
 
@@ -75,7 +76,8 @@ class DecodeGroup(Machine):
         self._kernel = kernel
         self._spec = spec
         self._experts = experts
-        self._placement = placement or (contiguous(experts.geometry, spec.holders) if spec.holders > 1 else None)
+        placed = placement or contiguous(experts.geometry, spec.holders)
+        self._busiest = BusiestRank(placed) if spec.holders > 1 else None
         self._padded = _padded(spec.graph_sizes, spec.batch_requests)
         self._awake = False
         super().__init__()
@@ -105,7 +107,7 @@ class DecodeGroup(Machine):
             self._awake = False
             return
         active = self._batch.step()
-        busiest = active if self._placement is None else self._placement.busiest(self._batch.used())
+        busiest = active if self._busiest is None else self._busiest(self._batch.used())
         seconds = self._step_s(busiest, anew)
         self.totals.add(requests, active, busiest, seconds)
         self._kernel.after(seconds, Priority.END, self._end, life)

@@ -10,8 +10,8 @@ from typing import Literal, get_args
 from coterie.core import Role, WorkerState
 from coterie.errors import ConfigError
 from coterie.latency import HANDOFF_400G, PREFILL_MI300X, QWEN3_30B_MI300X, StepTime, TokenTime
+from coterie.placement import Placement
 from coterie.routing import Filter
-from coterie.sim.placement import Placement
 
 ROLES: tuple[Role, ...] = get_args(Role)
 
