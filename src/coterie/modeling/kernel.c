@@ -29,10 +29,11 @@
 #define KV_TILE 64 /* positions whose scores are held at once */
 #define QUERIES 64 /* rows of queries that go along the cache together, if no token alone has more */
 
+#define UNROLL _Pragma("GCC unroll 8")
 #define INLINE static inline __attribute__((always_inline))
 
 typedef float Vec __attribute__((vector_size(4 * LANES), may_alias));
-typedef int32_t Int __attribute__((vector_size(4 * LANES), may_alias));
+typedef uint32_t Bits __attribute__((vector_size(4 * LANES), may_alias));
 typedef float Loose __attribute__((vector_size(4 * LANES), may_alias, aligned(4))); /* a Vec anywhere in memory */
 
 INLINE Vec load(const float *from) { return *(const Loose *)from; }
@@ -82,7 +83,7 @@ INLINE float max_lanes(Vec value)
 INLINE Vec exponential(Vec x)
 {
     const Vec magic = splat(12582912.0f); /* 1.5 * 2^23: its last bit is worth 1 */
-    const Int low = x < splat(-87.0f), high = x > splat(88.0f);
+    const Bits low = (Bits)(x < splat(-87.0f)), high = (Bits)(x > splat(88.0f));
     Vec shifted = fused(x, splat(1.44269504f), magic), n = shifted - magic;
     Vec r = fused(n, splat(-0.693145752f), x); /* ln 2 in two parts, the first with few bits: n times it is exact */
     r = fused(n, splat(-1.42860677e-6f), r);
@@ -94,7 +95,7 @@ INLINE Vec exponential(Vec x)
     sum = fused(sum, r, splat(0.5f));
     sum = fused(sum, r, splat(1.0f));
     sum = fused(sum, r, splat(1.0f));
-    Int bits = (Int)sum + (((Int)shifted - (Int)magic) << 23);
+    Bits bits = (Bits)sum + (((Bits)shifted - (Bits)magic) << 23);
     return (Vec)((bits & ~low & ~high) | (high & 0x7f800000));
 }
 
@@ -105,84 +106,67 @@ INLINE void tile(const int height, const int vecs, int64_t inner, const float *a
                  int64_t ldb, float *c, int64_t ldc, int add)
 {
     Vec sums[ROWS][8];
-#pragma GCC unroll 8
-    for (int row = 0; row < height; row++)
-#pragma GCC unroll 8
-        for (int vec = 0; vec < vecs; vec++)
+    UNROLL for (int row = 0; row < height; row++)
+        UNROLL for (int vec = 0; vec < vecs; vec++)
             sums[row][vec] = add ? load(c + row * ldc + vec * LANES) : splat(0);
     for (int64_t k = 0; k < inner; k++) {
         Vec left[ROWS];
-#pragma GCC unroll 8
-        for (int row = 0; row < height; row++)
+        UNROLL for (int row = 0; row < height; row++)
             left[row] = splat(a[row * lda + k]);
-#pragma GCC unroll 8
-        for (int vec = 0; vec < vecs; vec++) {
+        UNROLL for (int vec = 0; vec < vecs; vec++) {
             Vec right = load(b + k * ldb + vec * LANES);
-#pragma GCC unroll 8
-            for (int row = 0; row < height; row++)
+            UNROLL for (int row = 0; row < height; row++)
                 sums[row][vec] = fused(left[row], right, sums[row][vec]);
         }
     }
-#pragma GCC unroll 8
-    for (int row = 0; row < height; row++)
-#pragma GCC unroll 8
-        for (int vec = 0; vec < vecs; vec++)
+    UNROLL for (int row = 0; row < height; row++)
+        UNROLL for (int vec = 0; vec < vecs; vec++)
             store(c + row * ldc + vec * LANES, sums[row][vec]);
 }
 
+/* As many vectors beside one another as there are registers for: a matrix is read nearly as it lies in memory. */
 #if ROWS == 8
-#define WIDE(height) (height <= 3 ? 8 : height <= 6 ? 4 : 2) /* as many sums as there are registers for */
-#define EACH_HEIGHT(CASE) CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8)
+#define WIDE(height) (height <= 3 ? 8 : height <= 6 ? 4 : 2)
 #else
 #define WIDE(height) (height <= 1 ? 8 : height <= 3 ? 4 : 2)
-#define EACH_HEIGHT(CASE) CASE(1) CASE(2) CASE(3) CASE(4)
 #endif
 
-/* Panels of so many vectors, for any number of rows, in as few tiles as there can be, of about equal heights. */
-INLINE int64_t panels(const int vecs, int64_t column, int64_t rows, int64_t inner, int64_t columns, const float *a,
-                      int64_t lda, const float *b, int64_t ldb, float *c, int64_t ldc, int add)
-{
-    for (; column + vecs * LANES <= columns; column += vecs * LANES)
-        for (int64_t row = 0, height, tiles = (rows + ROWS - 1) / ROWS; tiles; row += height, tiles--)
-            switch (height = (rows - row + tiles - 1) / tiles) {
-#define CASE(n) case n: tile(n, vecs, inner, a + row * lda, lda, b + column, ldb, c + row * ldc + column, ldc, add); break;
-                EACH_HEIGHT(CASE)
-#undef CASE
-            }
-    return column;
-}
-
-/* Panels for at most ROWS rows, as wide as registers allow: the matrix is read nearly as it lies in memory. */
-static int64_t wide_panels(int64_t rows, int64_t inner, int64_t columns, const float *a, int64_t lda, const float *b,
-                           int64_t ldb, float *c, int64_t ldc, int add)
+/* The same for any number of columns. */
+INLINE void strip(const int height, int64_t inner, int64_t columns, const float *a, int64_t lda, const float *b,
+                  int64_t ldb, float *c, int64_t ldc, int add)
 {
     int64_t column = 0;
-    switch (rows) {
-#define CASE(n)                                                                                    \
-    case n:                                                                                        \
-        for (; column + WIDE(n) * LANES <= columns; column += WIDE(n) * LANES)                     \
-            tile(n, WIDE(n), inner, a, lda, b + column, ldb, c + column, ldc, add);                \
-        break;
-        EACH_HEIGHT(CASE)
-#undef CASE
-    }
-    return column;
-}
-
-/* c [rows, columns] = a [rows, inner] b [inner, columns], added to what c holds if `add`. */
-static void multiply(int64_t rows, int64_t inner, int64_t columns, const float *a, int64_t lda, const float *b,
-                     int64_t ldb, float *c, int64_t ldc, int add)
-{
-    int64_t column = rows <= ROWS ? wide_panels(rows, inner, columns, a, lda, b, ldb, c, ldc, add) : 0;
-    column = panels(2, column, rows, inner, columns, a, lda, b, ldb, c, ldc, add);
-    column = panels(1, column, rows, inner, columns, a, lda, b, ldb, c, ldc, add);
+    for (; column + WIDE(height) * LANES <= columns; column += WIDE(height) * LANES)
+        tile(height, WIDE(height), inner, a, lda, b + column, ldb, c + column, ldc, add);
+    for (; column + 2 * LANES <= columns; column += 2 * LANES)
+        tile(height, 2, inner, a, lda, b + column, ldb, c + column, ldc, add);
+    for (; column + LANES <= columns; column += LANES)
+        tile(height, 1, inner, a, lda, b + column, ldb, c + column, ldc, add);
     for (; column < columns; column++)
-        for (int64_t row = 0; row < rows; row++) {
+        for (int row = 0; row < height; row++) {
             float sum = add ? c[row * ldc + column] : 0;
             for (int64_t k = 0; k < inner; k++)
                 sum = fused_one(a[row * lda + k], b[k * ldb + column], sum);
             c[row * ldc + column] = sum;
         }
+}
+
+/* c [rows, columns] = a [rows, inner] b [inner, columns], added to what c holds if `add`: in as few strips as there
+   can be, of about equal heights. */
+static void multiply(int64_t rows, int64_t inner, int64_t columns, const float *a, int64_t lda, const float *b,
+                     int64_t ldb, float *c, int64_t ldc, int add)
+{
+    for (int64_t strips = (rows + ROWS - 1) / ROWS, height; strips; strips--) {
+        switch (height = (rows + strips - 1) / strips) {
+#define CASE(n) case n: strip(n, inner, columns, a, lda, b, ldb, c, ldc, add); break;
+            CASE(1) CASE(2) CASE(3) CASE(4)
+#if ROWS == 8
+            CASE(5) CASE(6) CASE(7) CASE(8)
+#endif
+#undef CASE
+        }
+        rows -= height, a += height * lda, c += height * ldc;
+    }
 }
 
 /* `rows [count, inner]` times a matrix stored as `blocks [.., inner, width]`: `out [count, blocks * width]`. */
@@ -242,8 +226,8 @@ void coterie_rotate(int64_t tokens, int64_t heads, int64_t half, int64_t ld, con
 /* --- feed-forwards --------------------------------------------------------------------------------------------- */
 
 /* y = (silu(x W_gate) * (x W_up)) W_down of one expert, block by block: blocks of zeros leave y as it was. */
-static void feed_forward(int64_t rows, int64_t hidden, int64_t blocks, const float *x, const float *gate_up,
-                         const float *down, float *y)
+void coterie_dense(int64_t rows, int64_t hidden, int64_t blocks, const float *x, const float *gate_up,
+                   const float *down, float *y)
 {
     float inner[CHUNK * 2 * BLOCK], gated[CHUNK * BLOCK];
     for (int64_t first = 0; first < rows; first += CHUNK, x += CHUNK * hidden, y += CHUNK * hidden) {
@@ -259,13 +243,6 @@ static void feed_forward(int64_t rows, int64_t hidden, int64_t blocks, const flo
             multiply(count, BLOCK, hidden, gated, BLOCK, down + block * BLOCK * hidden, hidden, y, hidden, block > 0);
         }
     }
-}
-
-/* One feed-forward for all rows. */
-void coterie_dense(int64_t rows, int64_t hidden, int64_t blocks, const float *x, const float *gate_up,
-                   const float *down, float *y)
-{
-    feed_forward(rows, hidden, blocks, x, gate_up, down, y);
 }
 
 /* `out [tokens, hidden]`: each token's sum of weight times expert, in the order of its choice.
@@ -286,9 +263,9 @@ void coterie_routed(int64_t tokens, int64_t top_k, int64_t experts, int64_t hidd
         memcpy(gathered + places[pair] * hidden, rows + pair / top_k * hidden, size);
     }
     for (int64_t expert = 0, start = 0; expert < experts; start = bounds[expert++])
-        feed_forward(bounds[expert] - start, hidden, blocks, gathered + start * hidden,
-                     gate_up + expert * blocks * hidden * 2 * BLOCK, down + expert * blocks * BLOCK * hidden,
-                     each + start * hidden);
+        coterie_dense(bounds[expert] - start, hidden, blocks, gathered + start * hidden,
+                      gate_up + expert * blocks * hidden * 2 * BLOCK, down + expert * blocks * BLOCK * hidden,
+                      each + start * hidden);
     memset(out, 0, tokens * size);
     for (int64_t pair = 0; pair < pairs; pair++) {
         const float *from = each + places[pair] * hidden;
@@ -313,8 +290,9 @@ typedef struct {
     const float *cache;   /* of the layer */
     const int64_t *table; /* blocks of the request */
     int64_t head, tokens, position;
-    float *queries, *keys, *scores, *output; /* [rows, key_dim], [key_dim, KV_TILE], [rows, KV_TILE], [rows, value_dim] */
-    float *top, *total;                      /* [rows] each: largest score so far, sum of exp(score - top) */
+    float *queries, *keys;  /* [rows, key_dim], [key_dim, KV_TILE] */
+    float *scores, *output; /* [rows, KV_TILE], [rows, value_dim] */
+    float *top, *total;     /* [rows] each: largest score so far, sum of exp(score - top) */
 } Walk;
 
 /* Tokens from `position` on, before `end`, that lie side by side in the cache, and where. */
@@ -346,8 +324,8 @@ static void soften(float *scores, int64_t from, int64_t to, float *top, float *t
     Vec highest = splat(*top), sums = splat(0);
     for (int64_t place = 0; place < KV_TILE; place += LANES) {
         Vec other = load(scores + place);
-        Int higher = other > highest;
-        highest = (Vec)(((Int)other & higher) | ((Int)highest & ~higher));
+        Bits higher = (Bits)(other > highest);
+        highest = (Vec)(((Bits)other & higher) | ((Bits)highest & ~higher));
     }
     float new_top = max_lanes(highest);
     for (int64_t place = 0; place < KV_TILE; place += LANES) {
