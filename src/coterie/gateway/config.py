@@ -35,7 +35,7 @@ class GatewayConfig:
     trace: str | None = _option(None, "Labelled activation trace, for --decode-policy domain.")
     tau: float = _option(0.1, "Width of the locality band: similarity to give up for a less loaded worker.")
     refit_window_s: float = _option(
-        5.0, "How far back locality_refit looks for requests to refit its centroids to; twice in each window."
+        5.0, "How far back requests are that locality_refit and locality_adaptive refit centroids to, twice a window."
     )
     kv_limit: float | None = _option(
         None, "Pass over decode workers whose KV cache is fuller than this part, 0 to 1, while another is not."

@@ -10,11 +10,12 @@ from coterie.calibration import Profile
 from coterie.core import WorkerState
 from coterie.errors import ConfigError
 from coterie.routing.background import TICK_S, Background, Job
+from coterie.routing.band import DEFAULT_TAU
 from coterie.routing.domain import Domain
 from coterie.routing.filters import STALE_AFTER, Filter, KvHeadroom, no_queue
 from coterie.routing.ledger import Lease, LeaseTotals, Ledger, Watcher
 from coterie.routing.load import LeastLoad, PowerOfTwo, Random, RoundRobin
-from coterie.routing.locality import DEFAULT_TAU, Locality, groups_of
+from coterie.routing.locality import Locality, groups_of
 from coterie.routing.marginal import Marginal
 from coterie.routing.policy import Policy, Reads, Shown, random_stream, route
 from coterie.routing.prefix import PREFIX_BYTES, Prefix
@@ -59,7 +60,7 @@ __all__ = [
 ]
 
 LOAD_POLICIES = ("round_robin", "random", "least_load", "power_of_two")
-DECODE_POLICIES = (*LOAD_POLICIES, "domain", "locality", "locality_refit", "marginal")
+DECODE_POLICIES = (*LOAD_POLICIES, "domain", "locality", "locality_refit", "locality_adaptive", "marginal")
 PREFILL_POLICIES = (*LOAD_POLICIES, "prefix")
 
 OnMismatch = Literal["error", "load"]
@@ -81,12 +82,12 @@ def make_policy(
     Args:
         name: one of `DECODE_POLICIES` or `PREFILL_POLICIES`.
         targets: all workers that may ever be chosen from, in the gateway's order.
-        profile: needed by `locality` and `locality_refit`.
+        profile: needed by all that begin with `locality`.
         trace: labelled requests, needed by `domain`.
         tau: width of the band of `locality` and `locality_refit`.
         on_mismatch: `error`, or `load` to route by load alone where the profile has another number of centroids
-            than there are decode groups; `locality_refit` adapts it instead.
-        refit_window_s: how far back the window of `locality_refit` reaches.
+            than there are decode groups; the other two adapt it instead.
+        refit_window_s: how far back the window of `locality_refit` and `locality_adaptive` reaches.
 
     Raises:
         ConfigError: the name is unknown, what the policy needs is missing, or tau or the window is out of range.
@@ -113,6 +114,8 @@ def make_policy(
             return _make_locality(_needed(profile, name), targets, tau, on_mismatch)
         case "locality_refit":
             return LocalityRefit(_needed(profile, name), targets, tau, refit_window_s)
+        case "locality_adaptive":
+            return LocalityRefit(_needed(profile, name), targets, None, refit_window_s)
     known = ", ".join(dict.fromkeys(DECODE_POLICIES + PREFILL_POLICIES))
     raise ConfigError(f"unknown policy {name!r}; there are {known}")
 

@@ -8,13 +8,12 @@ import numpy as np
 
 from coterie.calibration import Profile
 from coterie.core import Decision, ModelGeometry, RouteRequest, WorkerState
-from coterie.errors import ConfigError, ProfileError
+from coterie.errors import ProfileError
+from coterie.routing.band import DEFAULT_TAU, Band, Pick
 from coterie.routing.load import load_only
 from coterie.routing.partition import Partition
-from coterie.routing.policy import Reads, least_loaded
+from coterie.routing.policy import Reads
 from coterie.signature import SignatureTransform
-
-DEFAULT_TAU = 0.1
 
 
 class Locality:
@@ -61,39 +60,37 @@ class Locality:
                 "`coterie serve --decode-policy locality_refit` adapts it to the traffic, and "
                 "`coterie serve --on-mismatch load` routes by load alone"
             )
-        self._band = Band(profile.transform, tau)
+        self._band = Band(tau)
+        self._similarity = Similarity(profile.transform)
         self._partition = Partition(profile.centroids, {group: k for k, group in enumerate(groups)})
 
     def choose(self, request: RouteRequest, workers: Sequence[WorkerState], rng: np.random.Generator) -> Decision:
         """Choose the least loaded worker of the groups in the band."""
-        return self._band.choose(request, workers, self._partition)
+        return self._similarity.decide(request, workers, self._partition, self._band)
 
 
-class Band:
-    """The rule of `Locality`, whoever owns which centroid at the time.
+class Similarity:
+    """How similar a request is to the centroid of each worker's group, whoever owns which at the time.
 
     Args:
         transform: counts to signatures.
-        tau: width of the band, 0 to 2.
 
     Raises:
         ProfileError: signatures are made of what engines do not report.
-        ConfigError: tau is out of range.
     """
 
-    def __init__(self, transform: SignatureTransform, tau: float) -> None:
-        if not 0 <= tau <= 2:
-            raise ConfigError(f"tau must be from 0 to 2, got {tau}; {DEFAULT_TAU} is a good start")
+    def __init__(self, transform: SignatureTransform) -> None:
         if transform.reads != "counts":
             raise ProfileError(
                 f"the profile's signatures are made of {transform.kind}, and engines report only counts; "
                 "fit it again with `coterie fit --transform count_idf`"
             )
         self._transform = transform
-        self._tau = tau
 
-    def choose(self, request: RouteRequest, workers: Sequence[WorkerState], partition: Partition) -> Decision:
-        """Choose the least loaded worker of the groups in the band; a group without a centroid is no candidate."""
+    def decide(
+        self, request: RouteRequest, workers: Sequence[WorkerState], partition: Partition, pick: Pick
+    ) -> Decision:
+        """Let `pick` choose among the workers with a centroid; by load where there is no signal, or no such worker."""
         if missing := missing_signal(request, self._transform.geometry):
             return load_only(workers, *missing)
         assert request.counts is not None
@@ -102,17 +99,8 @@ class Band:
             return load_only(workers, "zero signature")
         similarity = (partition.centroids @ signature).tolist()
         row_of = partition.row_of
-        scores = [(worker, similarity[row_of[worker.group]]) for worker in workers if worker.group in row_of]
-        if not scores:
-            return load_only(workers, "no centroid")
-        least = max(score for _, score in scores) - self._tau
-        band = [worker for worker, score in scores if score >= least]
-        return Decision(
-            least_loaded(band).name,
-            "locality band",
-            scores=tuple((worker.name, score) for worker, score in scores),
-            candidates=tuple(worker.name for worker in band),
-        )
+        scored = [(worker, similarity[row_of[worker.group]]) for worker in workers if worker.group in row_of]
+        return pick(scored) if scored else load_only(workers, "no centroid")
 
 
 def missing_signal(request: RouteRequest, geometry: ModelGeometry) -> tuple[str, str] | None:

@@ -17,9 +17,10 @@ from coterie.calibration import Profile
 from coterie.clustering import refit
 from coterie.core import Counts, Decision, RouteRequest, Served, WorkerState
 from coterie.errors import ConfigError
+from coterie.routing.band import DEFAULT_TAU, Band, adaptive_band
 from coterie.routing.drift import Gain, fit_again, held_out_gain
 from coterie.routing.ledger import Lease
-from coterie.routing.locality import DEFAULT_TAU, Band, groups_of, missing_signal
+from coterie.routing.locality import Similarity, groups_of, missing_signal
 from coterie.routing.partition import Partition, Rows, deal
 from coterie.routing.policy import Reads
 from coterie.signature import SignatureTransform
@@ -56,7 +57,7 @@ class LocalityRefit:
     Args:
         profile: the transform, and the centroids to begin with.
         targets: all workers that may ever be chosen from, in the gateway's order.
-        tau: width of the band, 0 to 2.
+        tau: width of the band, 0 to 2; None for `adaptive_band`, under the name `locality_adaptive`.
         window_s: how far back the window reaches.
 
     Raises:
@@ -64,19 +65,20 @@ class LocalityRefit:
         ConfigError: tau is out of range, or window_s is not above zero.
     """
 
-    name = "locality_refit"
     reads = frozenset({Reads.COUNTS})
 
     def __init__(
         self,
         profile: Profile,
         targets: Sequence[WorkerState],
-        tau: float = DEFAULT_TAU,
+        tau: float | None = DEFAULT_TAU,
         window_s: float = DEFAULT_WINDOW_S,
     ) -> None:
         if not 0 < window_s < math.inf:
             raise ConfigError(f"the window of refits must be above zero seconds, got {window_s}")
-        self._band = Band(profile.transform, tau)
+        self.name = "locality_adaptive" if tau is None else "locality_refit"
+        self._pick = adaptive_band if tau is None else Band(tau)
+        self._similarity = Similarity(profile.transform)
         self._transform = profile.transform
         self._partition = deal(profile.centroids, profile.sizes, groups_of(targets))
         self._window = Window(window_s, len(self._partition.groups))
@@ -89,8 +91,8 @@ class LocalityRefit:
         self._fits: Counter[str] = Counter(dict.fromkeys(("installed", "no_gain", "outdated", "failed"), 0))
 
     def choose(self, request: RouteRequest, workers: Sequence[WorkerState], rng: np.random.Generator) -> Decision:
-        """Choose the least loaded worker of the groups in the band."""
-        return self._band.choose(request, workers, self._partition)
+        """Choose a worker by its similarity and load."""
+        return self._similarity.decide(request, workers, self._partition, self._pick)
 
     def leased(self, lease: Lease, now_s: float) -> None:
         """See `Watcher.leased`: the request enters the window."""
