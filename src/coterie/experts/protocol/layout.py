@@ -1,0 +1,245 @@
+"""Where the parts of a slot lie in memory; all numbers little-endian, all parts aligned to cache lines.
+
+    0     state word   64 bits: state (lowest byte), sequence number     changed by compare-and-swap only,
+    8     owner word   64 bits: identity of the owner, or 0              by `rules`
+    16    doorbell of the owner: 32 bits rung, 32 bits sleepers
+    64    request header
+    128   reply header
+    192   request: hidden states [T, H], expert ids [T, K], router weights [T, K]
+    ...   reply: weighted sums [T, H]
+
+Headers are not trusted: sizes are checked against the slot's before anything else is read.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from enum import IntEnum
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from coterie.core import MAX_EXPERTS, MAX_LAYERS
+from coterie.errors import InputError, WireError
+
+LINE = 64
+DOORBELL = 16
+_REQUEST_HEADER, _REPLY_HEADER, _PAYLOAD = LINE, 2 * LINE, 3 * LINE
+_REQUEST = struct.Struct("<QQQIIIII")  # sequence, epoch, owner, layer, tokens, hidden, top_k, dtype
+_REPLY = struct.Struct("<QQIIII")  # sequence, epoch, status, tokens, hidden, dtype
+_MOST = 1 << 24  # tokens or hidden size of a slot; keeps all sizes far below 64 bits
+
+
+class Dtype(IntEnum):
+    """Number format of hidden states or sums; 16-bit brain floats are carried as their bits."""
+
+    FLOAT32 = 0
+    FLOAT16 = 1
+    BFLOAT16 = 2
+
+    @property
+    def numpy(self) -> np.dtype[Any]:
+        """What an array of it is in numpy."""
+        return np.dtype(("<f4", "<f2", "<u2")[self])
+
+
+class Status(IntEnum):
+    """What became of a request."""
+
+    COMPUTED = 0
+    STALE = 1  # the server's experts changed; read the routing table anew
+    ABSENT = 2  # the server does not hold one of the experts
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Request:
+    """Tokens of one layer, for the experts of one server.
+
+    Attributes:
+        layer: MoE layer, from 0.
+        epoch: membership epoch of the client's routing table.
+        owner: who asks.
+        hidden: `[T, H]` hidden states.
+        ids: `[T, K]` int32 experts of each token; -1 where another server has the expert.
+        weights: `[T, K]` float32 router weights.
+        dtype: of `hidden`, and of the sums wanted.
+    """
+
+    layer: int
+    epoch: int
+    owner: int
+    hidden: npt.NDArray[Any]
+    ids: npt.NDArray[np.int32]
+    weights: npt.NDArray[np.float32]
+    dtype: Dtype = Dtype.FLOAT32
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reply:
+    """What the server made of a request.
+
+    Attributes:
+        epoch: since when the server has the experts that it has.
+        status: whether it computed.
+        sums: `[T, H]`: for each token, the sum of its experts' outputs on this server, times their weights; `[0, H]` if
+            it did not compute.
+        dtype: of `sums`.
+    """
+
+    epoch: int
+    status: Status
+    sums: npt.NDArray[Any]
+    dtype: Dtype = Dtype.FLOAT32
+
+
+@dataclass(frozen=True, slots=True)
+class SlotShape:
+    """The most that one slot can carry.
+
+    Attributes:
+        tokens: most tokens T of a request.
+        hidden: size H of a hidden state.
+        top_k: most experts K of a token.
+        layers: MoE layers of the model.
+        experts: experts of each layer.
+
+    Raises:
+        InputError: a value is out of range.
+    """
+
+    tokens: int
+    hidden: int
+    top_k: int
+    layers: int
+    experts: int
+
+    def __post_init__(self) -> None:
+        most = {"tokens": _MOST, "hidden": _MOST, "top_k": self.experts, "layers": MAX_LAYERS, "experts": MAX_EXPERTS}
+        for name, limit in most.items():
+            if not 1 <= (value := getattr(self, name)) <= limit:
+                raise InputError(f"slot shape: {name} must be from 1 to {limit}, got {value}")
+
+    @property
+    def size(self) -> int:
+        """Bytes of a slot."""
+        return self._parts[-1]
+
+    @property
+    def _parts(self) -> tuple[int, ...]:
+        """Where hidden states, ids, weights and sums begin, and the slot ends."""
+        states, choices = 4 * self.tokens * self.hidden, 4 * self.tokens * self.top_k
+        return tuple(accumulate(map(_lines, (states, choices, choices, states)), initial=_PAYLOAD))
+
+    def write_request(self, memory: memoryview, sequence: int, request: Request) -> None:
+        """Write a request and its header.
+
+        Args:
+            memory: of the slot, `size` bytes.
+            sequence: its number.
+            request: what to write.
+
+        Raises:
+            InputError: it does not fit the slot, or its arrays do not fit each other.
+        """
+        tokens, hidden = _rows("request", request.hidden, request.dtype)
+        top_k = request.ids.shape[-1]
+        if request.ids.shape != (tokens, top_k) or request.weights.shape != (tokens, top_k):
+            raise InputError(
+                f"request: ids {request.ids.shape} and weights {request.weights.shape} for {tokens} tokens"
+            )
+        if problem := self._problem(tokens, hidden, top_k, request.layer):
+            raise InputError(f"request: {problem}")
+        states, ids, weights, _, _ = self._parts
+        header = (sequence, request.epoch, request.owner, request.layer, tokens, hidden, top_k, request.dtype)
+        _REQUEST.pack_into(memory, _REQUEST_HEADER, *header)
+        _array(memory, states, request.dtype.numpy, tokens, hidden)[...] = request.hidden
+        _array(memory, ids, _INT32, tokens, top_k)[...] = request.ids
+        _array(memory, weights, _FLOAT32, tokens, top_k)[...] = request.weights
+
+    def read_request(self, memory: memoryview) -> tuple[int, Request]:
+        """Sequence number and a copy of the request.
+
+        Raises:
+            WireError: a size, the layer or an expert is out of range.
+        """
+        sequence, epoch, owner, layer, tokens, hidden, top_k, code = _REQUEST.unpack_from(memory, _REQUEST_HEADER)
+        dtype = _dtype(code)
+        if problem := self._problem(tokens, hidden, top_k, layer):
+            raise WireError(f"expert request: {problem}")
+        states, ids, weights, _, _ = self._parts
+        experts = _array(memory, ids, _INT32, tokens, top_k).copy()
+        if experts.size and not -1 <= experts.min() <= experts.max() < self.experts:
+            raise WireError(f"expert request: experts {experts.min()} to {experts.max()} of {self.experts}")
+        return sequence, Request(
+            layer=layer,
+            epoch=epoch,
+            owner=owner,
+            hidden=_array(memory, states, dtype.numpy, tokens, hidden).copy(),
+            ids=experts,
+            weights=_array(memory, weights, _FLOAT32, tokens, top_k).copy(),
+            dtype=dtype,
+        )
+
+    def write_reply(self, memory: memoryview, sequence: int, reply: Reply) -> None:
+        """Write a reply and its header.
+
+        Raises:
+            InputError: it does not fit the slot.
+        """
+        tokens, hidden = _rows("reply", reply.sums, reply.dtype)
+        if problem := self._problem(tokens, hidden):
+            raise InputError(f"reply: {problem}")
+        header = (sequence, reply.epoch, reply.status, tokens, hidden, reply.dtype)
+        _REPLY.pack_into(memory, _REPLY_HEADER, *header)
+        _array(memory, self._parts[3], reply.dtype.numpy, tokens, hidden)[...] = reply.sums
+
+    def read_reply(self, memory: memoryview) -> tuple[int, Reply]:
+        """Sequence number of the request, and a copy of the reply.
+
+        Raises:
+            WireError: a size or the status is out of range.
+        """
+        sequence, epoch, status, tokens, hidden, code = _REPLY.unpack_from(memory, _REPLY_HEADER)
+        dtype = _dtype(code)
+        if problem := self._problem(tokens, hidden):
+            raise WireError(f"expert reply: {problem}")
+        if status not in set(Status):
+            raise WireError(f"expert reply: unknown status {status}")
+        sums = _array(memory, self._parts[3], dtype.numpy, tokens, hidden).copy()
+        return sequence, Reply(epoch, Status(status), sums, dtype)
+
+    def _problem(self, tokens: int, hidden: int, top_k: int = 1, layer: int = 0) -> str | None:
+        """Why these sizes do not fit the slot."""
+        if tokens > self.tokens or hidden != self.hidden or not 1 <= top_k <= self.top_k:
+            return (
+                f"{tokens} tokens of size {hidden}, top-{top_k}; "
+                f"the slot holds {self.tokens} of size {self.hidden}, top-{self.top_k}"
+            )
+        return None if 0 <= layer < self.layers else f"layer {layer} of {self.layers}"
+
+
+_INT32, _FLOAT32 = np.dtype("<i4"), np.dtype("<f4")
+
+
+def _lines(size: int) -> int:
+    """Bytes of whole cache lines that hold as many."""
+    return -(-size // LINE) * LINE
+
+
+def _array(memory: memoryview, start: int, dtype: np.dtype[Any], rows: int, columns: int) -> npt.NDArray[Any]:
+    return np.frombuffer(memory, dtype, rows * columns, start).reshape(rows, columns)
+
+
+def _rows(what: str, array: npt.NDArray[Any], dtype: Dtype) -> tuple[int, int]:
+    if array.ndim != 2 or array.dtype != dtype.numpy:
+        raise InputError(f"{what}: array {array.shape} of {array.dtype}; need [T, H] of {dtype.numpy}")
+    return array.shape[0], array.shape[1]
+
+
+def _dtype(code: int) -> Dtype:
+    if code not in set(Dtype):
+        raise WireError(f"expert slot: unknown dtype {code}")
+    return Dtype(code)
