@@ -16,6 +16,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cache
 from itertools import accumulate
 from typing import Any
 
@@ -43,7 +44,10 @@ class Dtype(IntEnum):
     @property
     def numpy(self) -> np.dtype[Any]:
         """What an array of it is in numpy."""
-        return np.dtype(("<f4", "<f2", "<u2")[self])
+        return _NUMPY[self]
+
+
+_NUMPY = (np.dtype("<f4"), np.dtype("<f2"), np.dtype("<u2"))
 
 
 class Status(IntEnum):
@@ -130,8 +134,7 @@ class SlotShape:
     @property
     def _parts(self) -> tuple[int, ...]:
         """Where hidden states, ids, weights and sums begin, and the slot ends."""
-        states, choices = 4 * self.tokens * self.hidden, 4 * self.tokens * self.top_k
-        return tuple(accumulate(map(_lines, (states, choices, choices, states)), initial=_PAYLOAD))
+        return _parts(self.tokens, self.hidden, self.top_k)
 
     def write_request(self, memory: memoryview, sequence: int, request: Request) -> None:
         """Write a request and its header.
@@ -171,7 +174,7 @@ class SlotShape:
             raise WireError(f"expert request: {problem}")
         states, ids, weights, _, _ = self._parts
         experts = _array(memory, ids, _INT32, tokens, top_k).copy()
-        if experts.size and not -1 <= experts.min() <= experts.max() < self.experts:
+        if experts.size and (experts + 1).view(np.uint32).max() > self.experts:  # one pass; below -1 is huge there
             raise WireError(f"expert request: experts {experts.min()} to {experts.max()} of {self.experts}")
         return sequence, Request(
             layer=layer,
@@ -206,10 +209,9 @@ class SlotShape:
         dtype = _dtype(code)
         if problem := self._problem(tokens, hidden):
             raise WireError(f"expert reply: {problem}")
-        if status not in set(Status):
-            raise WireError(f"expert reply: unknown status {status}")
+        known = _status(status)
         sums = _array(memory, self._parts[3], dtype.numpy, tokens, hidden).copy()
-        return sequence, Reply(epoch, Status(status), sums, dtype)
+        return sequence, Reply(epoch, known, sums, dtype)
 
     def _problem(self, tokens: int, hidden: int, top_k: int = 1, layer: int = 0) -> str | None:
         """Why these sizes do not fit the slot."""
@@ -222,6 +224,12 @@ class SlotShape:
 
 
 _INT32, _FLOAT32 = np.dtype("<i4"), np.dtype("<f4")
+
+
+@cache  # asked for at every request
+def _parts(tokens: int, hidden: int, top_k: int) -> tuple[int, ...]:
+    states, choices = 4 * tokens * hidden, 4 * tokens * top_k
+    return tuple(accumulate(map(_lines, (states, choices, choices, states)), initial=_PAYLOAD))
 
 
 def _lines(size: int) -> int:
@@ -240,6 +248,14 @@ def _rows(what: str, array: npt.NDArray[Any], dtype: Dtype) -> tuple[int, int]:
 
 
 def _dtype(code: int) -> Dtype:
-    if code not in set(Dtype):
-        raise WireError(f"expert slot: unknown dtype {code}")
-    return Dtype(code)
+    try:
+        return Dtype(code)
+    except ValueError as error:
+        raise WireError(f"expert slot: unknown dtype {code}") from error
+
+
+def _status(code: int) -> Status:
+    try:
+        return Status(code)
+    except ValueError as error:
+        raise WireError(f"expert reply: unknown status {code}") from error

@@ -1,0 +1,163 @@
+#!/usr/bin/env python3
+"""Round trips to an expert server that computes nothing: shared memory beside ZeroMQ, with all copies.
+
+    python3 bench/expert_transport.py [--json]
+
+Needs pyzmq, for the comparison.  One token of the size that is named goes there, and as much comes back; ids and router
+weights go, too.  "doorbell" is two processes that ring for one another, without any payload: what waking costs here.
+The server's CPU is measured while nobody calls.  Run it on a quiet machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import mmap
+import multiprocessing
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+
+import numpy as np
+import zmq
+
+from coterie.experts.protocol import Dtype, Reply, Request, SlotShape, Status
+from coterie.experts.transport import SharedClient, SharedServer
+from coterie.experts.transport.doorbell import Doorbell
+from coterie.experts.transport.words import Words
+
+SIZES = {"4 KiB": 1024, "64 KiB": 16384}  # float32 of one token
+CALLS, WARM_UP = 4000, 200
+IDLE_S = 3.0
+
+
+def request(hidden: int) -> Request:
+    ids, weights = np.zeros((1, 8), np.int32), np.ones((1, 8), np.float32)
+    return Request(0, 0, 0, np.ones((1, hidden), np.float32), ids, weights, Dtype.FLOAT32)
+
+
+def echo(requests):
+    return [Reply(0, Status.COMPUTED, one.hidden) for one in requests]
+
+
+def serve_shared(ready: Connection, hidden: int) -> None:
+    server = SharedServer(SlotShape(tokens=64, hidden=hidden, top_k=8, layers=1, experts=64), slots=2)
+    ready.send(server.path)
+    while True:
+        server.step(echo, timeout_s=1)
+
+
+def serve_zmq(ready: Connection, address: str) -> None:
+    socket = zmq.Context().socket(zmq.REP)
+    socket.bind(address)
+    ready.send(None)
+    while True:
+        hidden, _, _ = socket.recv_multipart()
+        socket.send(np.frombuffer(hidden, np.float32).copy())
+
+
+def serve_doorbell(ready: Connection, file: int) -> None:
+    words = Words(mmap.mmap(file, 4096))
+    here, there = Doorbell(words, 0), Doorbell(words, 64)
+    ready.send(None)
+    answered = 0
+
+    def rung() -> bool | None:
+        return words.load32(0) > answered or None
+
+    while True:
+        if here.wait(rung, 1):
+            answered += 1
+            there.ring()
+
+
+@contextmanager
+def serving(target: Callable[..., None], *arguments: object) -> Iterator[tuple[object, multiprocessing.Process]]:
+    mine, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("fork").Process(target=target, args=(theirs, *arguments), daemon=True)
+    process.start()
+    try:
+        yield mine.recv(), process
+    finally:
+        process.kill()
+        process.join()
+
+
+def time_calls(call: Callable[[], object]) -> dict[str, float]:
+    times = []
+    for _ in range(WARM_UP + CALLS):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    p50, p99 = np.percentile(times[WARM_UP:], [50, 99]) * 1e6
+    return {"p50 us": round(p50, 1), "p99 us": round(p99, 1)}
+
+
+def cpu_s(process: int) -> float:
+    with open(f"/proc/{process}/stat", encoding="utf-8") as file:
+        fields = file.read().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def idle_percent(process: int) -> float:
+    before = cpu_s(process)
+    time.sleep(IDLE_S)
+    return round(100 * (cpu_s(process) - before) / IDLE_S, 1)
+
+
+def measure_shared(hidden: int) -> dict[str, float]:
+    with serving(serve_shared, hidden) as (path, process):
+        client, sent = SharedClient(path), request(hidden)
+        result = time_calls(lambda: client.call(sent, timeout_s=1))
+        client.close()
+        return result | {"idle server CPU %": idle_percent(process.pid)}
+
+
+def measure_zmq(hidden: int, address: str) -> dict[str, float]:
+    with serving(serve_zmq, address) as (_, process):
+        socket, sent = zmq.Context().socket(zmq.REQ), request(hidden)
+        socket.connect(address)
+
+        def call() -> np.ndarray:
+            socket.send_multipart([sent.hidden, sent.ids, sent.weights])
+            return np.frombuffer(socket.recv(), np.float32).copy()
+
+        return time_calls(call) | {"idle server CPU %": idle_percent(process.pid)}
+
+
+def measure_doorbell() -> dict[str, float]:
+    file = os.memfd_create("doorbells")
+    os.ftruncate(file, 4096)
+    with serving(serve_doorbell, file):
+        words = Words(mmap.mmap(file, 4096))
+        there, here = Doorbell(words, 0), Doorbell(words, 64)
+
+        def call() -> None:
+            seen = words.load32(64)
+            there.ring()
+            here.wait(lambda: words.load32(64) != seen or None, 1)
+
+        return time_calls(call)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    results = {"doorbell": measure_doorbell()}
+    with tempfile.TemporaryDirectory() as folder:
+        for name, hidden in SIZES.items():
+            results[f"shared memory, {name}"] = measure_shared(hidden)
+            results[f"ZeroMQ ipc, {name}"] = measure_zmq(hidden, f"ipc://{folder}/{hidden}")
+    if arguments.json:
+        print(json.dumps(results, indent=2))
+        return
+    for name, values in results.items():
+        print(f"{name:24}", "  ".join(f"{what} {value:8}" for what, value in values.items()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,209 @@
+"""Expert servers and clients of one host: slots in shared memory, doorbells, no spinning.
+
+0     magic, version, number of slots, shape of a slot, server's identity
+64    doorbell of the server
+4096  slots, each in whole pages
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from coterie.errors import EngineError, InputError, WireError
+from coterie.experts.protocol import Reply, Request, SlotShape, Word, rules
+from coterie.experts.protocol.layout import DOORBELL
+from coterie.experts.transport.doorbell import Doorbell
+from coterie.experts.transport.identity import is_alive, own_identity
+from coterie.experts.transport.words import Words
+from coterie.shm import SharedFile
+
+PREFIX = "coterie-experts-"
+LOOK_S = 0.02
+"""How often a waiting client looks whether the server lives."""
+SWEEP_S = 0.1
+"""How often a server looks whether its clients live."""
+_MAGIC, _VERSION = b"coterexp", 1
+_HEADER = struct.Struct("<8sIIIIIIIQ")
+_BELL, _PAGE = 64, 4096
+
+
+class SharedSlot:
+    """A slot in shared memory; see `protocol.Slot`."""
+
+    def __init__(self, words: Words, memory: mmap.mmap, shape: SlotShape, offset: int) -> None:
+        self._words, self._shape, self._offset = words, shape, offset
+        self._bytes = memoryview(memory)[offset : offset + shape.size]
+        self.bell = Doorbell(words, offset + DOORBELL)
+
+    def load(self, word: Word) -> int:
+        """See `protocol.Slot`."""
+        return self._words.load(self._offset + word)
+
+    def swap(self, word: Word, expected: int, new: int) -> bool:
+        """See `protocol.Slot`."""
+        return self._words.swap(self._offset + word, expected, new)
+
+    def write_request(self, sequence: int, request: Request) -> None:
+        """See `protocol.Slot`."""
+        self._shape.write_request(self._bytes, sequence, request)
+
+    def read_request(self) -> tuple[int, Request]:
+        """See `protocol.Slot`."""
+        return self._shape.read_request(self._bytes)
+
+    def write_reply(self, sequence: int, reply: Reply) -> None:
+        """See `protocol.Slot`."""
+        self._shape.write_reply(self._bytes, sequence, reply)
+
+    def read_reply(self) -> tuple[int, Reply]:
+        """See `protocol.Slot`."""
+        return self._shape.read_reply(self._bytes)
+
+
+class SharedServer:
+    """The server's end.  One thread calls `step`, again and again.
+
+    Args:
+        shape: of its slots.
+        slots: how many, so how many clients at a time.
+
+    Raises:
+        UnsupportedError: there is too little shared memory, or no atomic operations.
+    """
+
+    def __init__(self, shape: SlotShape, slots: int) -> None:
+        self._me = own_identity()
+        self._file = SharedFile.create(PREFIX, _PAGE + slots * _pages(shape.size))
+        self.path = self._file.path
+        _HEADER.pack_into(self._file.memory, 0, _MAGIC, _VERSION, slots, *_sizes(shape), self._me)
+        words = Words(self._file.memory)
+        self._bell = Doorbell(words, _BELL)
+        self._slots = _slots(words, self._file.memory, shape, slots)
+        self._swept_s = time.monotonic()
+
+    def step(self, compute: Callable[[Sequence[Request]], Sequence[Reply]], timeout_s: float) -> int:
+        """Wait for requests, and reply to all that are ready.
+
+        Args:
+            compute: gets them together, and gives as many replies.
+            timeout_s: how long to wait, at most.
+
+        Returns:
+            How many there were.
+        """
+        self._sweep()
+        picked = self._bell.wait(self._pick_up, min(timeout_s, SWEEP_S))
+        if picked is None:
+            return 0
+        replies = compute([request for _, _, request in picked])
+        for (slot, sequence, _), reply in zip(picked, replies, strict=True):
+            if rules.answer(slot, sequence, reply):
+                slot.bell.ring()
+        return len(picked)
+
+    def _pick_up(self) -> list[tuple[SharedSlot, int, Request]] | None:
+        found = [(slot, picked) for slot in self._slots if (picked := rules.pick_up(slot)) is not None]
+        return [(slot, sequence, request) for slot, (sequence, request) in found] or None
+
+    def _sweep(self) -> None:
+        if time.monotonic() - self._swept_s >= SWEEP_S:
+            for slot in self._slots:
+                rules.sweep(slot, self._me, is_alive)
+            self._swept_s = time.monotonic()
+
+    def close(self) -> None:
+        """Take no new clients; those that wait see it when this process ends."""
+        self._file.unlink()
+
+
+class SharedClient:
+    """A client's end: one slot of one server, for one request at a time.
+
+    Args:
+        path: the server's file.
+
+    Raises:
+        WireError: it is not such a file.
+        EngineError: the server is gone, or all its slots are taken.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._me = path, own_identity()
+        memory, self._server, shape, slots = _open(path)
+        words = Words(memory)
+        self._bell = Doorbell(words, _BELL)
+        free = (slot for slot in _slots(words, memory, shape, slots) if rules.claim(slot, self._me))
+        self._slot = next(free, None)
+        if self._slot is None:
+            raise EngineError(f"expert server {path.name}: all {slots} slots are taken; start it with more")
+
+    def call(self, request: Request, timeout_s: float) -> Reply:
+        """Send a request and wait for its reply.
+
+        Raises:
+            InputError: the request does not fit the slot.
+            EngineError: the server died, or did not reply in time.  The slot can be used again if it lives.
+        """
+        slot = self._open_slot()
+        sequence = rules.post(slot, request)
+        self._bell.ring()
+        deadline_s = time.monotonic() + timeout_s
+        while (left_s := deadline_s - time.monotonic()) > 0:
+            reply = slot.bell.wait(lambda: rules.take(slot, sequence), min(left_s, LOOK_S))
+            if reply is not None:
+                return reply
+            if not is_alive(self._server):
+                raise EngineError(f"expert server {self._path.name} died")
+        rules.withdraw(slot, sequence)
+        raise EngineError(f"expert server {self._path.name} did not reply in {timeout_s} s")
+
+    def close(self) -> None:
+        """Leave the slot to others."""
+        rules.release(self._open_slot(), self._me)
+        self._slot = None
+
+    def _open_slot(self) -> SharedSlot:
+        if self._slot is None:
+            raise InputError(f"expert server {self._path.name}: this client is closed")
+        return self._slot
+
+
+def _open(path: Path) -> tuple[mmap.mmap, int, SlotShape, int]:
+    """Memory, server, shape and number of slots of a server's file."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise EngineError(f"expert server {path.name} is gone: {error}") from error
+    try:
+        memory = mmap.mmap(descriptor, 0)
+    except ValueError as error:
+        raise WireError(f"expert server {path.name}: {error}") from error
+    finally:
+        os.close(descriptor)
+    if len(memory) < _PAGE:
+        raise WireError(f"expert server {path.name}: {len(memory)} bytes are no segment")
+    magic, version, slots, *sizes, server = _HEADER.unpack_from(memory)
+    if (magic, version) != (_MAGIC, _VERSION):
+        raise WireError(f"expert server {path.name}: {magic!r}, version {version}; need {_MAGIC!r}, version {_VERSION}")
+    shape = SlotShape(*sizes)
+    if len(memory) != _PAGE + slots * _pages(shape.size):
+        raise WireError(f"expert server {path.name}: {len(memory)} bytes for {slots} slots of {shape.size}")
+    return memory, server, shape, slots
+
+
+def _slots(words: Words, memory: mmap.mmap, shape: SlotShape, slots: int) -> list[SharedSlot]:
+    return [SharedSlot(words, memory, shape, _PAGE + place * _pages(shape.size)) for place in range(slots)]
+
+
+def _sizes(shape: SlotShape) -> tuple[int, ...]:
+    return shape.tokens, shape.hidden, shape.top_k, shape.layers, shape.experts
+
+
+def _pages(size: int) -> int:
+    """Bytes of whole pages that hold as many."""
+    return -(-size // _PAGE) * _PAGE

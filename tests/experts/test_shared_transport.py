@@ -1,0 +1,178 @@
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from threading import Thread
+
+import numpy as np
+import pytest
+
+from coterie.errors import EngineError, InputError, WireError
+from coterie.experts.protocol import Reply, Request, SlotShape, State, Status, Word, claim, post, rules
+from coterie.experts.transport import SharedClient, SharedServer
+from coterie.experts.transport.doorbell import Doorbell
+from coterie.experts.transport.identity import is_alive, own_identity
+
+SHAPE = SlotShape(tokens=4, hidden=8, top_k=2, layers=2, experts=4)
+
+
+def request(value=1.0):
+    ids, weights = np.zeros((1, 2), np.int32), np.ones((1, 2), np.float32)
+    return Request(0, 0, own_identity(), np.full((1, 8), value, np.float32), ids, weights)
+
+
+def doubled(requests):
+    return [Reply(0, Status.COMPUTED, 2 * one.hidden) for one in requests]
+
+
+@pytest.fixture
+def server():
+    server = SharedServer(SHAPE, slots=2)
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def serving(server):
+    """A server that a thread runs until its test is over."""
+    over = []
+    thread = Thread(target=lambda: [server.step(doubled, 0.01) for _ in iter(lambda: bool(over), True)])
+    thread.start()
+    yield server
+    over.append(True)
+    thread.join()
+
+
+OTHER = """
+import sys, time
+sys.path.append({tests!r})
+from test_shared_transport import *
+{script}
+"""
+
+
+def other_process(script, **kwargs):
+    """Another process that runs a script, up to its first line of output."""
+    code = OTHER.format(tests=str(Path(__file__).parent), script=script)
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, **kwargs)
+    return process, process.stdout.readline().strip()
+
+
+def end(process):
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+def test_each_client_gets_the_reply_to_its_own_request(serving):
+    clients = [SharedClient(serving.path) for _ in range(2)]
+    for value in range(20):
+        for place, client in enumerate(clients):
+            reply = client.call(request(10 * value + place), timeout_s=5)
+            assert (reply.sums == 2 * (10 * value + place)).all()
+
+
+def test_requests_that_are_ready_together_are_computed_together(server):
+    clients = [SharedClient(server.path) for _ in range(2)]
+    for client in clients:
+        post(client._slot, request())
+    assert server.step(doubled, 1) == 2
+
+
+def test_a_client_finds_no_slot_where_all_are_taken_and_one_where_one_was_left(server):
+    first, _ = SharedClient(server.path), SharedClient(server.path)
+    with pytest.raises(EngineError, match="all 2 slots are taken"):
+        SharedClient(server.path)
+    first.close()
+    with pytest.raises(InputError, match="closed"):
+        first.call(request(), 1)
+    SharedClient(server.path)
+
+
+def test_a_late_reply_is_not_taken_for_that_to_the_next_request(server):
+    client = SharedClient(server.path)
+
+    def compute_late(requests):
+        rules.withdraw(client._slot, 1)  # the client lost patience meanwhile
+        assert post(client._slot, request(7)) == 2
+        return doubled(requests)
+
+    post(client._slot, request(5))
+    server.step(compute_late, 1)
+    assert rules.take(client._slot, 2) is None
+    server.step(doubled, 1)
+    assert (rules.take(client._slot, 2).sums == 14).all()
+
+
+def test_a_server_that_does_not_reply_costs_the_time_that_was_given(server):
+    client = SharedClient(server.path)
+    with pytest.raises(EngineError, match=r"did not reply in 0\.03 s"):
+        client.call(request(), timeout_s=0.03)
+    assert rules.state_of(client._slot.load(Word.STATE)) is State.FREE
+
+
+def test_a_server_that_was_killed_is_found_out_and_its_file_removed_by_the_next():
+    process, path = other_process(
+        "server = SharedServer(SHAPE, 1); print(server.path, flush=True)\nwhile True: server.step(doubled, 1)"
+    )
+    client = SharedClient(Path(path))
+    assert (client.call(request(), 5).sums == 2).all()
+    os.kill(process.pid, signal.SIGSTOP)
+    Thread(target=lambda: (time.sleep(0.05), process.kill())).start()
+    with pytest.raises(EngineError, match="died"):
+        client.call(request(), 60)
+    end(process)
+    SharedServer(SHAPE, 1).close()
+    assert not Path(path).exists()
+    with pytest.raises(EngineError, match="is gone"):
+        SharedClient(Path(path))
+
+
+def test_the_slot_of_a_client_that_was_killed_is_swept_with_its_request(server):
+    claims = f"client = SharedClient(Path({str(server.path)!r}));"
+    process, _ = other_process(claims + "post(client._slot, request()); print(flush=True); time.sleep(60)")
+    mine = SharedClient(server.path)
+    end(process)
+    time.sleep(0.11)
+    while server.step(doubled, 0.01):  # what the dead one asked for, if that comes first
+        pass
+    SharedClient(server.path)
+    assert mine._slot.load(Word.OWNER) == own_identity()
+
+
+def test_a_damaged_file_is_refused(server, tmp_path):
+    data = server.path.read_bytes()
+    for damage, message in [
+        (b"x" + data[1:], "need b'coterexp'"),
+        (data[:100], "100 bytes are no segment"),
+        (b"", "empty"),
+        (data[:-4096], "bytes for 2 slots"),
+    ]:
+        (tmp_path / "file").write_bytes(damage)
+        with pytest.raises(WireError, match=message):
+            SharedClient(tmp_path / "file")
+
+
+def test_a_process_is_alive_until_it_ends_and_known_by_its_start():
+    process, identity = other_process("print(own_identity(), flush=True); time.sleep(60)")
+    assert is_alive(int(identity))
+    assert not is_alive(int(identity) ^ 1)  # another process of the same id
+    process.kill()
+    while is_alive(int(identity)):
+        time.sleep(0.001)
+    end(process)  # only now is it no zombie any more
+
+
+def test_a_ring_before_the_wait_is_seen_and_silence_ends_in_time(server):
+    bell = Doorbell(server._bell._words, 128)
+    found = iter([None, "news"])
+    Thread(target=lambda: (time.sleep(0.02), bell.ring())).start()
+    assert bell.wait(lambda: next(found), 5) == "news"
+    assert bell.wait(lambda: None, 0.01) is None
+
+
+def test_claiming_takes_one_of_two(server):
+    slot = server._slots[0]
+    assert [claim(slot, 5), claim(slot, 6)] == [True, False]
