@@ -68,9 +68,9 @@ async def test_a_profile_of_two_centroids_is_adapted_to_three_workers_and_to_the
         await running.decode[lost].stop()
         await eventually(lambda: running.metric("centroids") == 2)
         assert await worker_of(running, 2) != owners[2]
-        await eventually(lambda: running.metric("refits_installed_total") == 2)
         await running.decode[lost].start()
-        await eventually(lambda: len(running.gateway.decode.available()) == 3)
+        await eventually(lambda: running.metric("refits_installed_total") == 2)
+        assert running.metric("centroids") == 3
         await running.idle()
 
 

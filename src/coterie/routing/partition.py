@@ -35,6 +35,11 @@ class Partition:
         """Names of the groups."""
         return tuple(self.row_of)
 
+    @property
+    def shared(self) -> bool:
+        """Whether some group has no centroid of its own."""
+        return len(self.centroids) < len(self.row_of)
+
     def over(self, groups: Sequence[str], requests: Mapping[str, int]) -> Partition:
         """The same division, as far as it can be, among other groups; quick, and without any signature at hand.
 

@@ -44,9 +44,10 @@ class LocalityRefit:
     requests that they were not fitted to are significantly nearer to them (`held_out_gain`), so chance alone
     replaces nothing.  Each group takes the new centroid that is most like its old one.
 
-    *Pool.*  When groups are lost or join, the present centroids are dealt anew at once (`Partition.over`), and new ones
-    are fitted as soon as the window suffices, whether it pays by that test or not: until then, some share one.  A
-    profile of another number of centroids than there are groups is adapted in the same way.
+    *Pool.*  When groups are lost or join, the present centroids are dealt anew at once (`Partition.over`), and a refit
+    is due as soon as the window suffices.  Where groups share a centroid because one has joined, new ones are installed
+    whether they gain by that test or not; after a loss they must.  A profile of another number of centroids than there
+    are groups is adapted in the same way.
 
     Everything else is as in `Locality`.  A request with no usable counts is not in the window.  A fit that fails is
     logged and counted, and the present centroids stay.
@@ -83,7 +84,6 @@ class LocalityRefit:
         self._partition = deal(profile.centroids, profile.sizes, groups_of(targets))
         self._window = Window(window_s, len(self._partition.groups))
         self._interval_s = window_s / 2
-        self._pool_changed = profile.clusters != len(self._partition.groups)
         self._running = False
         self._next_s = -math.inf
         self._installed_s: float | None = None
@@ -116,7 +116,7 @@ class LocalityRefit:
         if counts is None:
             return None
         self._running, self._next_s = True, now_s + self._interval_s
-        return RefitJob(self._transform, counts, self._partition, certain=self._pool_changed)
+        return RefitJob(self._transform, counts, self._partition, certain=self._partition.shared)
 
     def install(self, outcome: RefitOutcome, now_s: float) -> None:
         """See `Background.install`: one reference is swapped, so every decision sees the old or the new centroids."""
@@ -127,7 +127,6 @@ class LocalityRefit:
             _log.error("refit failed, the present centroids stay: %s", outcome.problem)
         elif outcome.found is not None and outcome.begun_at is self._partition:
             self._partition = outcome.found
-            self._pool_changed = False
             self._installed_s = now_s
 
     def figures(self, now_s: float) -> dict[str, float]:
@@ -151,7 +150,7 @@ class LocalityRefit:
             requests[worker.group] += worker.requests
         self._partition = self._partition.over(groups, requests)
         self._window.centroids = len(groups)
-        self._pool_changed, self._next_s = True, -math.inf
+        self._next_s = -math.inf
 
     def _verdict(self, outcome: RefitOutcome) -> str:
         if outcome.problem is not None:
