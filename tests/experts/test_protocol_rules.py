@@ -11,7 +11,7 @@ from coterie.experts.protocol.rules import NOBODY, State, Word, state_of, state_
 SETTINGS = {
     "two clients want one slot, and one loses patience": Setting(timeouts=1, tries=1),
     "a client loses patience twice": Setting(clients=1, timeouts=2, tries=3),
-    "two clients want two slots": Setting(slots=2, tries=1),
+    "a client may take either of two slots": Setting(slots=2, clients=1, timeouts=1),
     "one of all dies for good": Setting(deaths=1, restarts=False, tries=1),
     "a client dies and comes again": Setting(deaths=1, mortals=("client",), clients=1, timeouts=1),
     "a server dies and comes again": Setting(deaths=1, mortals=("server",), clients=1),
@@ -119,7 +119,7 @@ WRONG = {
     ),
     "sweeping by a look at an owner who may be another by now": (
         Rules(sweep=sweep_without_a_second_look),
-        Setting(deaths=1, mortals=("client",), tries=1),
+        Setting(deaths=1, mortals=("client",), tries=1, restarts=False),
     ),
     "sweeping that gives the slot away before it is free": (
         Rules(sweep=sweep_that_gives_the_slot_away_first),
@@ -130,7 +130,7 @@ WRONG = {
         Setting(deaths=1, mortals=("client",), tries=1),
     ),
     "a time-out taken for a death": (Rules(sweep=sweep_of_the_silent), Setting()),
-    "an identity used again": (Rules(identities_are_new=False), Setting(deaths=1, mortals=("client",), tries=1)),
+    "an identity used again": (Rules(identities_are_new=False), Setting(deaths=1, mortals=("client",), clients=1)),
     "an answer to whatever is asked now": (Rules(answer=answer_without_a_number), Setting(timeouts=1, tries=1)),
     "an answer that does not look whether it is still wanted": (
         Rules(answer=answer_without_a_swap),
