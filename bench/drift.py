@@ -11,7 +11,7 @@ seconds each:
 - `before`, `after`: median of the last six windows before the event, and of the run;
 - `worst`: highest from the event on;
 - `to least_load`: median of the ratio to least_load in the same window, over the last six of the run;
-- `settled`: seconds from the event until no window's ratio is more than a tenth above that any more.  Both meet the
+- `settled`: seconds from the event until no window's ratio is more than 15 % above that any more.  Both meet the
   same arrivals, so that their chance cancels out.
 
 `failed` are requests that were at a lost worker, or were sent there before the loss was noticed (3 s).  All others that
@@ -151,7 +151,7 @@ def felt(run: Run, base: Run) -> Felt:
         worst_ms=float(tpots[later].max()),
         after_ms=float(np.median(tpots[-CALM:])),
         to_least_load=ratio,
-        settled_s=float(max(ends_s[later & (ratios > 1.1 * ratio)] - EVENT_S, default=0.0)),
+        settled_s=float(max(ends_s[later & (ratios > 1.15 * ratio)] - EVENT_S, default=0.0)),
         requests=run.requests,
         failed=run.failed,
         refits=run.refits,
