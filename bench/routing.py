@@ -104,6 +104,7 @@ def measure_policies(trace: ActivationTrace, profile: Profile, workers: int) -> 
         "domain",
         "locality",
         "locality_refit",
+        "locality_adaptive",
     ):
         policy = make_policy(name, targets, profile=profile, trace=trace)
         times[name] = microseconds(lambda policy=policy: route(policy, next(requests), ledger.states(), rng))
