@@ -44,8 +44,9 @@ def test_a_request_joins_those_that_use_its_experts():
 
 def test_no_likeness_fills_a_worker_beyond_the_bound():
     pool = Pool(2)
-    pool.hold("w0", *[asking(0, 1)] * 6)
+    pool.hold("w0", *[asking(0, 1)] * 7)
     pool.hold("w1", *[asking(2, 3)] * 2)
+    # the mean is 4.5, and the bound 1.25 * 4.5 + 1 = 6.6
     decision = pool.choose(asking(0, 1))
     assert decision.candidates == ("w1",)
     assert decision.worker == "w1"

@@ -19,16 +19,43 @@ def test_usage_is_the_share_of_tokens_and_never_quite_certain():
     assert usage_of(counts).tolist() == usage(MOST, 0.75, 0.25, 0).tolist()
 
 
+def join(batches, group, *shares):
+    one = usage(*shares)
+    row = row_of(one)
+    batches.join(group, one, row)
+    return row
+
+
 def test_active_experts_are_the_union_that_is_expected():
     batches = LiveBatches(["a", "b"], GEOMETRY)
-    for shares in ((0.5, 0.5, 0.5, 0.5), (0.5, 0, 0.5, 1)):
-        batches.join("b", row_of(np.minimum(usage(*shares), np.float32(MOST))))
+    join(batches, "b", 0.5, 0.5, 0.5, 0.5)
+    join(batches, "b", 0.5, 0, 0.5, MOST)
     # idle: 0.25, 0.5, 0.25, 0.5 * (1 - MOST), which is next to nothing
-    assert np.allclose(batches.idle[1], [0.25, 0.5, 0.25, 0], atol=2e-6)
     assert np.allclose(batches.active, [0, 3], atol=1e-5)
     assert batches.requests.tolist() == [0, 2]
-    # of a new one with 0.5 everywhere: 0.125 + 0.25 + 0.125 + 0
-    assert np.allclose(batches.added(usage(0.5, 0.5, 0.5, 0.5)), [2, 0.5], atol=1e-5)
+
+
+def test_what_is_added_is_asked_of_a_batch_of_the_mean_size_composed_alike():
+    batches = LiveBatches(["a", "b"], GEOMETRY)
+    join(batches, "b", 0.5, 0, 0.5, 0)
+    # the last requests at b, of which two count: three times the same, so idle is 0.5^load where it is used
+    assert np.allclose(batches.added(usage(0.5, 0.5, 0, 0), load=2), [1, 0.5 * 0.25 + 0.5], atol=1e-5)
+    assert np.allclose(batches.added(usage(0.5, 0.5, 0, 0), load=4), [1, 0.5 * 0.0625 + 0.5], atol=1e-5)
+
+
+def test_a_batch_of_which_all_have_left_is_taken_for_what_it_was():
+    batches = LiveBatches(["a", "b"], GEOMETRY)
+    batches.leave("b", join(batches, "b", 0.5, 0, 0.5, 0))
+    assert batches.active.tolist() == [0, 0]
+    assert np.allclose(batches.added(usage(0.5, 0.5, 0, 0), load=2), [1, 0.5 * 0.25 + 0.5], atol=1e-5)
+
+
+def test_a_load_within_a_sixteenth_of_an_earlier_one_is_taken_for_it():
+    batches = LiveBatches(["a"], GEOMETRY)
+    join(batches, "a", 0.5, 0, 0.5, 0)
+    asked = usage(0.5, 0.5, 0, 0)
+    assert batches.added(asked, load=16).tolist() == batches.added(asked, load=17).tolist()
+    assert batches.added(asked, load=16).tolist() != batches.added(asked, load=18).tolist()
 
 
 shares = st.lists(st.integers(0, 1000).map(lambda n: min(n / 1000, MOST)), min_size=4, max_size=4)
@@ -37,10 +64,9 @@ shares = st.lists(st.integers(0, 1000).map(lambda n: min(n / 1000, MOST)), min_s
 @given(st.lists(st.tuples(st.sampled_from("ab"), shares, st.booleans()), max_size=30), st.randoms())
 def test_after_any_joins_and_leaves_all_is_as_computed_anew_from_those_present(requests, random):
     batches = LiveBatches("ab", GEOMETRY)
-    rows = [(group, row_of(usage(*one)), stays) for group, one, stays in requests]
     leaving = []
-    for group, row, stays in rows:
-        batches.join(group, row)
+    for group, one, stays in requests:
+        row = join(batches, group, *one)
         if not stays:
             leaving.append((group, row))
         if leaving and random.random() < 0.3:
@@ -49,27 +75,28 @@ def test_after_any_joins_and_leaves_all_is_as_computed_anew_from_those_present(r
     for group, row in leaving:
         batches.leave(group, row)
     for g, name in enumerate("ab"):
+        came = [usage(*one) for group, one, _ in requests if group == name]
         present = [usage(*one) for group, one, stays in requests if group == name and stays]
         idle = np.prod([1 - one for one in present], axis=0, dtype=np.float64) if present else np.ones(4)
-        assert np.allclose(batches.idle[g], idle, rtol=3e-5, atol=1e-30)  # 30 roundings of 2^-21, and float32's own
+        before = 1 - np.mean(came, axis=0, dtype=np.float64) if came else np.ones(4)
         assert np.isclose(batches.active[g], 4 - idle.sum(), atol=2e-5)
         assert batches.requests[g] == len(present)
+        alike = (idle * before**2) ** (3 / (len(present) + 2))
+        assert np.isclose(batches.added(usage(0.5, 0.5, 0.5, 0.5), load=3)[g], alike.sum() / 2, atol=1e-4)
 
 
-def test_a_batch_that_has_emptied_is_as_new_to_the_last_bit():
+def test_a_batch_that_has_emptied_activates_nothing_to_the_last_bit():
     batches = LiveBatches("a", GEOMETRY)
-    rows = [row_of(np.random.default_rng(i).random(4, dtype=np.float32) * np.float32(MOST)) for i in range(300)]
-    for row in rows:
-        batches.join("a", row)
+    rows = [join(batches, "a", *np.random.default_rng(i).random(4) * MOST) for i in range(300)]
     for row in reversed(rows):
         batches.leave("a", row)
-    assert batches.idle.tolist() == [[1, 1, 1, 1]]
     assert batches.active.tolist() == [0]
 
 
-def test_mean_usage_is_the_mean_of_all_that_were_counted():
-    mean = MeanUsage()
-    assert mean.value is None
-    for shares in ((1, 0, 1, 0), (0, 0, 1, 1), (0.5, 0, 1, 0.5)):
-        mean.add(usage(*shares))
+def test_mean_usage_is_the_mean_of_all_that_were_counted_and_then_of_the_last():
+    mean = MeanUsage(4, requests=2)
+    for one in ((1, 0, 1, 0), (0, 0, 1, 1)):
+        mean.add(usage(*one))
     assert np.allclose(mean.value, [0.5, 0, 1, 0.5])
+    mean.add(usage(0.5, 1, 1, 0.5))
+    assert np.allclose(mean.value, [0.5, 0.5, 1, 0.5])

@@ -139,9 +139,13 @@ class SimulatedPool:
             return
         if not self.prefill:
             self.replay.decoding.add(arrival.number)
-        if not await self.replay.until_done(self.worker, arrival):
+        task = await self.replay.until_done(self.worker, arrival)
+        if task is None:
             raise UpstreamError("the worker was lost", "closed")
-        answer(consumer, 200, self.reply(arrival.request) if self.prefill else b'{"choices": []}')
+        if self.prefill:
+            answer(consumer, 200, self.reply(arrival.request))
+        else:
+            self.replay.clock.stream(consumer, task)
 
     def reply(self, request):
         params = {"do_remote_prefill": True, "remote_request_id": "x", "remote_block_ids": [[1]]}
@@ -162,6 +166,24 @@ def answer(consumer, status, body):
     consumer.on_end()
 
 
+class Hindsight:
+    """The kernel's clock; set back while a reply begins that is here whole only now."""
+
+    def __init__(self, kernel):
+        self.kernel, self.shown_s = kernel, None
+
+    def now(self):
+        return self.kernel.now() if self.shown_s is None else self.shown_s
+
+    def stream(self, consumer, task):
+        consumer.on_head(ResponseHead(200, ((b"content-type", b"text/event-stream"),), True, None, True), Connection())
+        self.shown_s = task.first_token_s
+        consumer.on_body(b"data: {}\n\n")
+        self.shown_s = None
+        consumer.on_body(b"data: {}\n\n" * (task.output_tokens - 1) + b"data: [DONE]\n\n")
+        consumer.on_end()
+
+
 class Replay:
     """A gateway whose time is that of a kernel: after each event it runs until it waits for the next one."""
 
@@ -171,7 +193,8 @@ class Replay:
         }
         config = GatewayConfig(**urls, seed=SEED, keep_decisions=0, log_requests=False)
         self.kernel = Kernel()
-        self.gateway = Gateway(config, VllmNixl(), self.kernel)
+        self.clock = Hindsight(self.kernel)
+        self.gateway = Gateway(config, VllmNixl(), self.clock)
         self.arrivals, self.decoding, self.waiting, self.tasks = {}, set(), set(), []
         self.engines = {}
         for fleet, policy in zip((self.gateway.prefill, self.gateway.decode), policies(decode).values(), strict=True):
@@ -223,7 +246,7 @@ class Replay:
 
     def end(self, future, task, done):
         self.waiting.discard(future)
-        future.set_result(done)
+        future.set_result(task if done else None)
 
     def change(self, change):
         fleet = self.gateway.prefill if change.worker.startswith("prefill") else self.gateway.decode

@@ -16,7 +16,7 @@ from coterie.gateway.config import GatewayConfig
 from coterie.gateway.http1 import Header, end_to_end
 from coterie.gateway.journey import REQUEST_ID, DecisionLog, Journey, domain, session
 from coterie.gateway.metrics import Metrics
-from coterie.gateway.stream import Relay
+from coterie.gateway.stream import Pace, Relay
 from coterie.gateway.upstream import Collected, Patience, UpstreamError
 from coterie.gateway.workers import Fleet, Worker
 from coterie.routing import PREFIX_BYTES, Reads
@@ -181,15 +181,17 @@ class Dispatcher:
         self._metrics.decided("decode", decision)
         self.decisions.add(journey, routed, decision)
         body = self._engine.decode_body(call, handoff)
-        relay = journey.relay = Relay(journey.reply, _identity(journey.id), self._loop)
+        pace = Pace(self._decode.clock) if self._decode.ledger.followed else None
+        relay = journey.relay = Relay(journey.reply, _identity(journey.id), self._loop, pace)
         journey.window = "decode"
         journey.decode_start_s = self._loop.time()
-        with self._decode.ledger.lease(worker.name, routed):
+        with self._decode.ledger.lease(worker.name, routed) as lease:
             try:
                 await worker.pool.post(journey.request.target, journey.headers, body, relay, self._decode_patience)
             except UpstreamError as error:
                 self._lost(worker, error)
                 raise
+            lease.release(relay.served())
 
     def _lost(self, worker: Worker, error: UpstreamError) -> None:
         self._metrics.errors.inc(worker.name, error.kind)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+from coterie.clock import Clock
+from coterie.core import Served
 from coterie.gateway.client import Reply
 from coterie.gateway.http1 import ChunkedFraming, Framing, Header, ResponseHead, end_to_end, error_body
 from coterie.gateway.upstream import Upstream
@@ -13,12 +15,49 @@ _NOT_FROM_WORKERS = frozenset({b"x-request-id"})
 _EVENT_END = b"\n\n"
 
 
+class Pace:
+    """How fast a streamed reply comes, by its events: each but the last (`[DONE]`) is taken for one token.
+
+    That is what vLLM sends; the event of a chat's role, and that of its usage, make one token or two too many.
+
+    Args:
+        clock: the one that the ledger reads.
+    """
+
+    __slots__ = ("_clock", "_ends", "_last", "_since_s")
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._since_s: float | None = None
+        self._ends = 0
+        self._last = b""
+
+    def add(self, data: bytes) -> None:
+        """The next bytes of the body."""
+        if self._since_s is None:
+            self._since_s = self._clock.now()
+        self._ends += (self._last + data).count(_EVENT_END)
+        self._last = b"" if data.endswith(_EVENT_END) else data[-1:]
+
+    def served(self) -> Served | None:
+        """What was given, at the end of the reply; None if there were no events."""
+        if self._since_s is None or self._ends < 2:
+            return None
+        return Served(self._ends - 1, self._clock.now() - self._since_s)
+
+
 class Relay:
     """Takes a decode worker's reply and writes it to the client; a `Consumer`.
 
     The head is held until the body's first byte, so that a worker that dies between the two can still be
     answered for with a proper error.  The body goes through with its own framing.  HTTP/1.0 knows no chunks,
     so for such a client their data goes through alone.
+
+    Args:
+        reply: what the client is sent.
+        headers: to be added to the reply's.
+        loop: whose clock `first_byte_s` is on.
+        pace: is shown the body of a stream; None where nobody wants to know.
 
     Attributes:
         head: the reply's head; None until it arrived.
@@ -33,6 +72,7 @@ class Relay:
         "_framing",
         "_headers",
         "_loop",
+        "_pace",
         "_payload",
         "_reply",
         "_tail",
@@ -41,13 +81,20 @@ class Relay:
         "sent",
     )
 
-    def __init__(self, reply: Reply, headers: Sequence[Header], loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self,
+        reply: Reply,
+        headers: Sequence[Header],
+        loop: asyncio.AbstractEventLoop,
+        pace: Pace | None = None,
+    ) -> None:
         self.head: ResponseHead | None = None
         self.sent = False
         self.first_byte_s: float | None = None
         self._reply = reply
         self._headers = headers
         self._loop = loop
+        self._pace = pace
         self._connection: Upstream | None = None
         self._framing: Framing | None = None
         self._payload: list[bytes] | None = None
@@ -58,6 +105,8 @@ class Relay:
         self.head = head
         self._connection = connection
         self._framing = connection.framing
+        if not self._is_stream():
+            self._pace = None
         if self._reply.request.http10 and isinstance(self._framing, ChunkedFraming):
             self._payload = self._framing.payload = []
         self._reply.watch(self)
@@ -67,6 +116,8 @@ class Relay:
         if self._payload is not None:
             data = b"".join(self._payload)
             self._payload.clear()
+        if self._pace is not None:
+            self._pace.add(data)
         self._tail = data[-4:] if len(data) >= 4 else (self._tail + data)[-4:]
         if self.first_byte_s is None:
             self._start(data)
@@ -113,9 +164,15 @@ class Relay:
         framed = not unchunked and (self.head.chunked or self.head.length is not None)
         self._reply.start(self.head.status, [*headers, *self._headers], first, framed=framed)
 
-    def _between_events(self) -> bool:
+    def served(self) -> Served | None:
+        """What a reply that is complete gave; None where it was no stream, or nobody wanted to know."""
+        return None if self._pace is None else self._pace.served()
+
+    def _is_stream(self) -> bool:
         assert self.head is not None
-        streamed = self.head.header(b"content-type").startswith(b"text/event-stream")
+        return self.head.status == 200 and self.head.header(b"content-type").startswith(b"text/event-stream")
+
+    def _between_events(self) -> bool:
         whole = self._framing is not None and self._framing.between_chunks
         end = _EVENT_END if self._payload is not None else _EVENT_END + b"\r\n"
-        return streamed and whole and self._tail.endswith(end)
+        return self._is_stream() and whole and self._tail.endswith(end)

@@ -122,6 +122,11 @@ class Ledger:
             self._forget(self._clock.now())
         return tuple(self._states)
 
+    @property
+    def followed(self) -> bool:
+        """Whether a policy is told of leases."""
+        return self._watcher is not None
+
     def follow(self, policy: object) -> None:
         """Tell the policy that decides from now on of all leases, first of those that are held; and no other any more.
 

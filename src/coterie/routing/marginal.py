@@ -3,33 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from coterie.core import Decision, RouteRequest, Served, WorkerState
+from coterie.core import Decision, ModelGeometry, RouteRequest, Served, WorkerState
 from coterie.routing.ledger import Lease
 from coterie.routing.load import load_only
 from coterie.routing.locality import groups_of
 from coterie.routing.marginal_batches import LiveBatches, MeanUsage, Row, Usage, row_of, usage_of
 from coterie.routing.policy import Reads
+from coterie.routing.step_model import Meter, Seen, StepModel
 
-OTHERS = 0.5
-SLACK = 0.3
-PER_REQUEST = 0.03
+_NOW = 0.75
+_BOUND = 1.25
 
 
 class Marginal:
     """Least marginal cost under a bounded load, from the requests in flight alone: no centroids, no calibration.
 
-        added[k] = sum over e of usage[e] * idle[k, e]             experts that only this request would activate there
-        own[k]   = active[k] + added[k] + b * (n[k] + 1)           its own step there
-        cost[k]  = own[k] + w * n[k] * (added[k] + b)              and what it adds to the steps of the n others
-        eligible = {k : n[k] + 1 <= (1 + eps) * (mean n + 1)}
+        step[k]  = active[k] + b n[k]                       how long a step takes there now
+        added[k] = sum over e of usage[e] * alike[k, e]     experts that only this request will activate there
+        cost[k]  = 3/4 step[k] + (n + 1) added[k]
+        eligible = {k : n[k] <= 1.25 n + 1}
         worker   = argmin cost over the eligible
 
-    The unit is the time that one more active expert takes; b is what a request costs besides experts.  `usage` is the
-    share of the prompt's tokens that chose an expert, `idle` the product over the worker's requests of its complement.
-    A request without counts is taken to use what requests use on average.
+    with n the mean of n[k], e over the (layer, expert) pairs, and times in those of one active expert.
+
+    What the request adds to a step there, all of the batch waits for, itself included: (n + 1) added.  The batch is
+    that of its life, not of this moment: as many as workers hold on average, composed as this worker's
+    (`LiveBatches`).  A longer step than elsewhere only the request itself meets, and only for a while: what is in
+    flight leaves evenly over the request's life, which would leave half of the difference if nothing of it were to
+    last, and all if everything were; 3/4 is the middle.  No likeness makes a batch larger than the bound, since b n[k]
+    stands for all that grows with a batch, and engines are not as straight: of requests that meet a batch a quarter
+    above the mean few are among the slowest.
+
+    `usage` is the share of the prompt's tokens that chose an expert; a request without counts is taken to use what
+    requests use on average.  b is learned from the times between tokens (`StepModel`); the fixed part of a step is the
+    same everywhere and does not matter.
+
+    Groups of several ranks share a batch's experts, and load chooses among the ranks.
 
     It follows the ledger (`Watcher`).
 
@@ -42,19 +55,26 @@ class Marginal:
 
     def __init__(self, targets: Sequence[WorkerState]) -> None:
         self._groups = groups_of(targets)
+        self._ranks = len(targets) / len(self._groups)
         self._group_of = {target.name: target.group for target in targets}
-        self._batches: LiveBatches | None = None  # until the first counts tell the geometry
-        self._mean = MeanUsage()
-        self._held: dict[Lease, Row] = {}
+        self._pool: _Pool | None = None  # until the first counts tell the geometry
 
     def choose(self, request: RouteRequest, workers: Sequence[WorkerState], rng: np.random.Generator) -> Decision:
         """Choose the worker of least marginal cost."""
-        usage = self._usage(request)
-        if usage is None or self._batches is None:
+        if self._pool is None:
             return load_only(workers, "no counts", request.counts_problem or "")
-        costs = self._costs(usage, workers, self._batches)
-        most = (1 + SLACK) * (sum(worker.requests for worker in workers) / len(workers) + 1)
-        eligible = [k for k, worker in enumerate(workers) if worker.requests + 1 <= most]
+        usage = self._pool.usage(request)
+        places = self._pool.batches.places([worker.group for worker in workers])
+        load = sum(worker.requests for worker in workers) / len(workers)
+        each = self._pool.times.per_request
+        steps = [
+            active + each * worker.requests
+            for active, worker in zip(self._pool.batches.active[places].tolist(), workers, strict=True)
+        ]
+        added = self._pool.batches.added(usage, load * self._ranks)[places].tolist()
+        costs = [_NOW * step + (load + 1) * one for step, one in zip(steps, added, strict=True)]
+        most = _BOUND * load + 1
+        eligible = [k for k, worker in enumerate(workers) if worker.requests <= most]
         best = min(eligible, key=lambda k: (costs[k], workers[k].requests, workers[k].assigned, workers[k].name))
         return Decision(
             workers[best].name,
@@ -65,35 +85,63 @@ class Marginal:
 
     def leased(self, lease: Lease, now_s: float) -> None:
         """See `Watcher.leased`."""
-        usage = self._usage(lease.request)
-        if usage is None:
-            return
         counts = lease.request.counts
-        if self._batches is None:
-            assert counts is not None
-            self._batches = LiveBatches(self._groups, counts.geometry)
-        if counts is not None:
-            self._mean.add(usage)
-        row = self._held[lease] = row_of(usage)
-        self._batches.join(self._group_of[lease.worker], row)
+        if self._pool is None and counts is not None and counts.covered:
+            self._pool = _Pool(self._groups, counts.geometry)
+        if self._pool is not None:
+            self._pool.begin(lease, self._group_of[lease.worker], now_s)
 
     def released(self, lease: Lease, served: Served | None, now_s: float) -> None:
         """See `Watcher.released`."""
-        row = self._held.pop(lease, None)
-        if row is not None and self._batches is not None:
-            self._batches.leave(self._group_of[lease.worker], row)
+        if self._pool is not None:
+            self._pool.end(lease, served, now_s)
 
-    def _usage(self, request: RouteRequest) -> Usage | None:
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Held:
+    group: str
+    row: Row
+    begun: Seen
+
+
+class _Pool:
+    """What is known of the requests in flight and of those before."""
+
+    def __init__(self, groups: Sequence[str], geometry: ModelGeometry) -> None:
+        self.batches = LiveBatches(groups, geometry)
+        self.mean = MeanUsage(geometry.layers * geometry.experts)
+        self.times = StepModel(geometry.layers * geometry.top_k)
+        self._meters = {group: Meter() for group in groups}
+        self._held: dict[Lease, _Held] = {}
+
+    def usage(self, request: RouteRequest) -> Usage:
+        counted = self._counted(request)
+        return self.mean.value if counted is None else counted
+
+    def begin(self, lease: Lease, group: str, now_s: float) -> None:
+        counted = self._counted(lease.request)
+        if counted is not None:
+            self.mean.add(counted)
+        usage = self.mean.value if counted is None else counted
+        held = _Held(group, row_of(usage), self._advance(group, now_s))
+        self._held[lease] = held
+        self.batches.join(group, usage, held.row)
+
+    def end(self, lease: Lease, served: Served | None, now_s: float) -> None:
+        held = self._held.pop(lease, None)
+        if held is None:
+            return
+        ended = self._advance(held.group, now_s)
+        self.batches.leave(held.group, held.row)
+        if served is not None and served.step_s is not None:
+            self.times.observe(held.begun, ended, served.step_s)
+
+    def _counted(self, request: RouteRequest) -> Usage | None:
         counts = request.counts
-        known = counts is not None and counts.covered > 0
-        if counts is None or not known or (self._batches is not None and counts.geometry != self._batches.geometry):
-            return self._mean.value
+        if counts is None or not counts.covered or counts.geometry != self.batches.geometry:
+            return None
         return usage_of(counts)
 
-    def _costs(self, usage: Usage, workers: Sequence[WorkerState], batches: LiveBatches) -> list[float]:
-        places = batches.places([worker.group for worker in workers])
-        each = PER_REQUEST * batches.geometry.layers * batches.geometry.top_k
-        others = batches.requests[places]
-        added = batches.added(usage)[places] + each
-        costs: list[float] = (batches.active[places] + each * others + added + OTHERS * others * added).tolist()
-        return costs
+    def _advance(self, group: str, now_s: float) -> Seen:
+        (place,) = self.batches.places([group])
+        return self._meters[group].advance(now_s, self.batches.requests[place], self.batches.active[place])

@@ -14,43 +14,53 @@ MOST = 1 - 1e-6
 
 _UNIT = 2.0**-20
 _REMEMBERED = 1000
+_REMEMBERED_HERE = 100
+_LIKE_BEFORE = 2
+_STALE = 1 / 16
 
 Usage = npt.NDArray[np.float32]
 """How likely one token of a request is to choose each expert, `[L * E]`."""
 
-Row = npt.NDArray[np.int64]
+Row = npt.NDArray[np.int32]
 """Logarithms of a request's idle probabilities, `[L * E]`, in multiples of 2^-20."""
 
 
 class MeanUsage:
-    """Running mean over requests of what their prompts used: the first 1000 count alike, then the older ones fade."""
+    """Running mean over requests of what they use: the first ones count alike, then the older ones fade.
 
-    def __init__(self) -> None:
-        self.value: Usage | None = None
+    Args:
+        pairs: L * E.
+        requests: how many count alike.
+
+    Attributes:
+        value: the mean; all zero before the first request.
+    """
+
+    def __init__(self, pairs: int, requests: int = _REMEMBERED) -> None:
+        self.value: Usage = np.zeros(pairs, dtype=np.float32)
+        self._most = requests
         self._requests = 0
 
     def add(self, usage: Usage) -> None:
         """Count one more request."""
-        self._requests = min(self._requests + 1, _REMEMBERED)
-        if self.value is None:
-            self.value = usage.copy()
-        else:
-            np.add(self.value, (usage - self.value) / np.float32(self._requests), out=self.value)
+        self._requests = min(self._requests + 1, self._most)
+        self.value = self.value + (usage - self.value) / np.float32(self._requests)
 
 
 def usage_of(counts: ExpertCounts) -> Usage:
     """Shares of the counted tokens that chose each expert; at least one was counted."""
-    usage: Usage = counts.counts.ravel() / np.float32(counts.covered)
+    usage: Usage = counts.counts.ravel().astype(np.float32)
+    usage /= np.float32(counts.covered)
     return np.minimum(usage, np.float32(MOST), out=usage)
 
 
 def row_of(usage: Usage) -> Row:
     """What a request brings to its batch."""
-    return np.rint(np.log1p(-usage) * np.float32(1 / _UNIT)).astype(np.int64)
+    return np.rint(np.log1p(-usage) * np.float32(1 / _UNIT)).astype(np.int32)
 
 
 class LiveBatches:
-    """One batch for each decode group.
+    """One batch for each decode group: how many experts it activates now, and what one more request will add.
 
         idle[g, e] = product over the group's requests i of (1 - usage[i, e])
         active[g]  = sum over e of (1 - idle[g, e])
@@ -60,53 +70,81 @@ class LiveBatches:
     rounding, so a request that leaves takes away exactly what it brought: nothing drifts, however long it runs, and
     the result does not depend on who came first.
 
+    What a request will add is asked of another batch: of as many requests as groups have on average, composed as this
+    one is.  A group's requests all leave within one request's life and others come; how many they will be tells the
+    mean better than the present does, while what they use stays alike, since like joins like.
+
+        alike[g, e] = exp(load * (sum over i of log(1 - usage[i, e]) + m log(1 - before[g, e])) / (n[g] + m))
+
+    `before` is the mean of the group's last 100 requests, m = 2: it speaks where few are in flight, or none.
+
     Args:
         groups: names of the groups.
         geometry: of the model.
 
     Attributes:
         geometry: of the model.
-        idle: `[G, L * E]`, float32.
         active: `[G]`, expected (layer, expert) pairs that a step activates.
-        requests: `[G]`, requests in each batch.
+        requests: `[G]`, requests in flight.
     """
 
     def __init__(self, groups: Sequence[str], geometry: ModelGeometry) -> None:
         self.geometry = geometry
         pairs = geometry.layers * geometry.experts
-        self.idle = np.ones((len(groups), pairs), dtype=np.float32)
         self.active = np.zeros(len(groups))
-        self.requests = np.zeros(len(groups), dtype=np.int64)
         self._position = {group: g for g, group in enumerate(groups)}
+        self.requests = np.zeros(len(groups), dtype=np.int64)
         self._logarithms = np.zeros((len(groups), pairs), dtype=np.int64)
+        self._before = [MeanUsage(pairs, _REMEMBERED_HERE) for _ in groups]
+        self._alike = np.ones((len(groups), pairs), dtype=np.float32)
+        self._load = 0.0
 
-    def join(self, group: str, row: Row) -> None:
+    def join(self, group: str, usage: Usage, row: Row) -> None:
         """A request begins.
 
         Args:
             group: where.
-            row: its `row_of`.
+            usage: what it uses.
+            row: the same as its `row_of`.
         """
-        self._change(self._position[group], row, +1)
+        g = self._position[group]
+        self._before[g].add(usage)
+        self._change(g, row, +1)
 
     def leave(self, group: str, row: Row) -> None:
         """One that joined is over."""
         self._change(self._position[group], row, -1)
 
     def places(self, groups: Sequence[str]) -> list[int]:
-        """Positions of groups in `idle`, `active` and `requests`."""
+        """Positions of groups in `active` and in what `added` returns."""
         return [self._position[group] for group in groups]
 
-    def added(self, usage: Usage) -> npt.NDArray[np.float64]:
-        """Active experts that one more request would add to each batch, `[G]`."""
+    def added(self, usage: Usage, load: float) -> npt.NDArray[np.float64]:
+        """Active experts that one more request adds to each group's typical batch, `[G]`.
+
+        Args:
+            usage: of the request.
+            load: requests of a group, on average; that of an earlier call serves within a sixteenth.
+        """
+        if abs(load - self._load) > _STALE * self._load:
+            self._load = load
+            for g in range(len(self._alike)):
+                self._compose(g)
         # einsum and not @: equal batches must give equal figures wherever they stand, and BLAS rounds by position
-        added: npt.NDArray[np.float64] = np.einsum("ge,e->g", self.idle, usage).astype(np.float64)
+        added: npt.NDArray[np.float64] = np.einsum("ge,e->g", self._alike, usage).astype(np.float64)
         return added
 
     def _change(self, g: int, row: Row, sign: int) -> None:
         sums = self._logarithms[g]
         (np.add if sign > 0 else np.subtract)(sums, row, out=sums)
-        np.multiply(sums, _UNIT, out=self.idle[g], casting="unsafe")
-        np.exp(self.idle[g], out=self.idle[g])
-        self.active[g] = len(sums) - float(self.idle[g].sum(dtype=np.float64))
         self.requests[g] += sign
+        idle = np.exp(sums * np.float32(_UNIT), dtype=np.float32, casting="unsafe")
+        self.active[g] = len(sums) - float(idle.sum(dtype=np.float64))
+        self._compose(g)
+
+    def _compose(self, g: int) -> None:
+        alike = self._alike[g]
+        np.multiply(self._logarithms[g], _UNIT, out=alike, casting="unsafe")
+        alike += np.float32(_LIKE_BEFORE) * np.log1p(-self._before[g].value)
+        alike *= np.float32(self._load / (self.requests[g] + _LIKE_BEFORE))
+        np.exp(alike, out=alike)
