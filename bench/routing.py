@@ -22,7 +22,7 @@ import numpy as np
 from coterie.activations import ActivationTrace
 from coterie.calibration import Profile, fit
 from coterie.core import ExpertCounts, ModelGeometry, RouteRequest, WorkerState, prompt_hash
-from coterie.routing import Ledger, LocalityRefit, make_policy, route
+from coterie.routing import Ledger, LocalityRefit, Policy, make_policy, route
 from coterie.wire import decode_counts, encode_counts
 
 GEOMETRY = ModelGeometry(layers=48, experts=128, top_k=8)
@@ -82,10 +82,19 @@ def measure_fit(trace: ActivationTrace, clusters: int) -> tuple[Profile, float]:
 def measure_policies(trace: ActivationTrace, profile: Profile, workers: int) -> dict[str, float]:
     """Microseconds per decision, by policy, with some load on every worker."""
     targets = [WorkerState(f"d{i}", f"d{i}") for i in range(workers)]
-    ledger, rng = Ledger(targets), np.random.default_rng(0)
-    for worker in rng.integers(workers, size=4 * workers):
-        ledger.lease(f"d{worker}", RouteRequest("held"))
-    requests = cycle(
+    requests, rng = cycle(asked(trace)), np.random.default_rng(0)
+    times = {}
+    for name in ("round_robin", "random", "least_load", "power_of_two", "prefix", "domain", "locality", "marginal"):
+        policy = make_policy(name, targets, profile=profile, trace=trace)
+        ledger = loaded_ledger(trace, policy, targets)
+        times[name] = microseconds(
+            lambda policy=policy, ledger=ledger: route(policy, next(requests), ledger.states(), rng)
+        )
+    return times
+
+
+def asked(trace: ActivationTrace) -> list[RouteRequest]:
+    return [
         RouteRequest(
             str(i),
             counts=ExpertCounts(GEOMETRY, trace.prefill[i], PROMPT_TOKENS, PROMPT_TOKENS),
@@ -93,22 +102,28 @@ def measure_policies(trace: ActivationTrace, profile: Profile, workers: int) -> 
             prefix=trace.prompt_hashes[i].encode(),
         )
         for i in range(256)
-    )
-    times = {}
-    for name in (
-        "round_robin",
-        "random",
-        "least_load",
-        "power_of_two",
-        "prefix",
-        "domain",
-        "locality",
-        "locality_refit",
-        "locality_adaptive",
-    ):
-        policy = make_policy(name, targets, profile=profile, trace=trace)
-        times[name] = microseconds(lambda policy=policy: route(policy, next(requests), ledger.states(), rng))
-    return times
+    ]
+
+
+def loaded_ledger(trace: ActivationTrace, policy: Policy, targets: list[WorkerState]) -> Ledger:
+    """A ledger with four requests on each worker, on average, that the policy follows."""
+    ledger, requests = Ledger(targets), cycle(asked(trace))
+    ledger.follow(policy)
+    for worker in np.random.default_rng(0).integers(len(targets), size=4 * len(targets)):
+        ledger.lease(f"d{worker}", next(requests))
+    return ledger
+
+
+def measure_marginal(trace: ActivationTrace, workers: int) -> dict[str, float]:
+    """Microseconds of a decision of `marginal`, and of telling it of a lease and its end, which come after."""
+    targets = [WorkerState(f"d{i}", f"d{i}") for i in range(workers)]
+    policy = make_policy("marginal", targets)
+    ledger, rng = loaded_ledger(trace, policy, targets), np.random.default_rng(0)
+    requests = cycle(asked(trace))
+    return {
+        f"marginal, {workers} workers": microseconds(lambda: route(policy, next(requests), ledger.states(), rng)),
+        f"lease and release, {workers} workers": microseconds(lambda: ledger.lease("d7", next(requests)).release()),
+    }
 
 
 def measure_refit(trace: ActivationTrace, profile: Profile, workers: int) -> float:
@@ -150,6 +165,7 @@ def main() -> None:
         "fit_cpu_s": {f"{REQUESTS} requests, {k} clusters": seconds for k, (_, seconds) in fits.items()},
         "refit_cpu_s": {f"{k} workers": measure_refit(trace, profile, k) for k, (profile, _) in fits.items()},
         "decision_us": {f"{k} workers": measure_policies(trace, profile, k) for k, (profile, _) in fits.items()},
+        "marginal_us": measure_marginal(trace, 16) | measure_marginal(trace, 256),
         "parts_us": measure_parts(trace, fits[16][0]),
     }
     print(json.dumps(report, indent=2) if as_json else as_table(report))
@@ -163,6 +179,8 @@ def as_table(report: dict) -> str:
     lines += ["", f"{'one decision (us)':32}" + "".join(f"{pool:>14}" for pool in report["decision_us"])]
     pools = list(report["decision_us"].values())
     lines += [f"  {name:30}" + "".join(f"{pool[name]:14.1f}" for pool in pools) for name in pools[0]]
+    lines += ["", "marginal, and what it does when told of leases (us)"]
+    lines += [f"  {name:30}{value:9.1f}" for name, value in report["marginal_us"].items()]
     lines += ["", "steps around it (us)"]
     lines += [f"  {name:30}{value:9.1f}" for name, value in report["parts_us"].items()]
     return "\n".join(lines)
