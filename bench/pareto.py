@@ -13,7 +13,7 @@ them.  Changes are in per cent against least_load with the same arrivals, mean o
   goes, in energy.
 
 A policy is on the front (*) if no other is as good in the first three and better in one.  `experts` is beside it: a
-policy that crowds a few workers reads each expert for more tokens, and is slow.  `locality 0.02` is that of another tau.
+policy that crowds a few workers reads each expert for more tokens, and is slow.  `locality 0.02` has another tau.
 """
 
 from __future__ import annotations
