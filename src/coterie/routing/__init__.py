@@ -20,7 +20,6 @@ from coterie.routing.marginal import Marginal
 from coterie.routing.policy import Policy, Reads, Shown, random_stream, route
 from coterie.routing.prefix import PREFIX_BYTES, Prefix
 from coterie.routing.refit import DEFAULT_WINDOW_S, LocalityRefit
-from coterie.routing.tokens import LeastTokens
 
 __all__ = [
     "DECODE_POLICIES",
@@ -38,7 +37,6 @@ __all__ = [
     "Lease",
     "LeaseTotals",
     "LeastLoad",
-    "LeastTokens",
     "Ledger",
     "Locality",
     "LocalityRefit",
@@ -104,8 +102,6 @@ def make_policy(
             return PowerOfTwo()
         case "prefix":
             return Prefix(targets)
-        case "least_tokens":
-            return LeastTokens(targets)
         case "marginal":
             return Marginal(targets)
         case "domain":
