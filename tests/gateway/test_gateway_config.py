@@ -21,7 +21,7 @@ def test_a_flag_counts_more_than_the_file_and_the_file_more_than_the_default(tmp
 
 
 def test_the_decode_policy_follows_the_profile_unless_it_is_given() -> None:
-    assert load_config(None, URLS).resolved_decode_policy == "least_load"
+    assert load_config(None, URLS).resolved_decode_policy == "marginal"
     assert load_config(None, {**URLS, "profile": "p"}).resolved_decode_policy == "locality"
     assert load_config(None, {**URLS, "profile": "p", "decode_policy": "random"}).resolved_decode_policy == "random"
 

@@ -245,6 +245,24 @@ async def test_a_profile_that_does_not_fit_ends_the_start_or_is_left_aside(
 
 
 @story
+async def test_the_default_policy_needs_no_setting_and_without_counts_routes_by_load_and_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with cluster(decode_policy=None) as running:
+        assert (await running.post(ASK)).status == 200
+        assert running.gateway.decode.policy is not None
+        assert running.gateway.decode.policy.name == "marginal"
+        assert running.gateway.dispatcher.decisions.entries()[-1]["reason"] == "load only: no counts"
+    assert "prefill-0: its replies carry no counts; its requests are routed by load only" in caplog.text
+    caplog.clear()
+    async with cluster(decode_policy=None, counts=counts(1)) as running:
+        assert (await running.post(ASK)).status == 200
+        assert (await running.post(ASK)).status == 200
+        assert running.gateway.dispatcher.decisions.entries()[-1]["reason"] == "marginal cost"
+    assert "carry no counts" not in caplog.text
+
+
+@story
 async def test_the_admin_side_shows_health_metrics_and_configuration() -> None:
     async with cluster() as running, httpx.AsyncClient(base_url=running.admin_url) as admin:
         await running.post(ASK)

@@ -129,7 +129,7 @@ class _Options:
 @click.option(
     "--policies",
     callback=_read_policies,
-    default="round_robin,least_load",
+    default="round_robin,least_load,marginal",
     show_default=True,
     help=f"Of {', '.join(DECODE_POLICIES)}.",
 )

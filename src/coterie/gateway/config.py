@@ -29,7 +29,7 @@ class GatewayConfig:
     decode: tuple[str, ...] = _option((), "URL of a decode worker; repeat for each.")
     prefill_policy: str = _option("prefix", "How prefill workers are chosen.")
     decode_policy: str | None = _option(
-        None, "How decode workers are chosen; locality if --profile is given, else least_load."
+        None, "How decode workers are chosen; locality if --profile is given, else marginal."
     )
     profile: str | None = _option(None, "Routing profile, as written by `coterie fit`.")
     trace: str | None = _option(None, "Labelled activation trace, for --decode-policy domain.")
@@ -92,7 +92,7 @@ class GatewayConfig:
     @property
     def resolved_decode_policy(self) -> str:
         """The decode policy in effect."""
-        return self.decode_policy or ("locality" if self.profile else "least_load")
+        return self.decode_policy or ("locality" if self.profile else "marginal")
 
     @property
     def reads_workers(self) -> bool:

@@ -12,7 +12,7 @@ from coterie.errors import EngineError, ProfileError
 from coterie.gateway.gateway import Gateway
 from coterie.gateway.probe import ProbeError, Prober
 from coterie.gateway.workers import Worker
-from coterie.routing import LeastLoad, Locality, LocalityRefit, Policy, make_policy
+from coterie.routing import LeastLoad, Locality, LocalityRefit, Policy, Reads, make_policy
 
 _POLL_S = 0.5
 _log = logging.getLogger("coterie.gateway")
@@ -46,6 +46,8 @@ async def start_up(gateway: Gateway, profile: Profile | None, trace: ActivationT
     _require_each_role(gateway)
     if profile is not None and isinstance(policy, (Locality, LocalityRefit)):
         decode.policy = _fitting_policy(gateway, prober, profile, policy)
+    elif Reads.COUNTS in policy.reads:
+        _tell_of_missing_counts(prober)
     for worker in gateway.workers:
         if worker.problem is not None:
             _log.warning("%s worker %s (%s) is not available: %s", worker.role, worker.name, worker.url, worker.problem)
@@ -93,6 +95,16 @@ def _require_each_role(gateway: Gateway) -> None:
             raise EngineError(
                 f"no {fleet.role} worker is available:{''.join(lines)}\n"
                 "start the servers, correct their URLs, or allow more time with --startup-timeout-s"
+            )
+
+
+def _tell_of_missing_counts(prober: Prober) -> None:
+    for name, geometry in prober.geometries.items():
+        if not isinstance(geometry, ModelGeometry):
+            _log.warning(
+                "prefill worker %s: %s; its requests are routed by load only: start it with coterie's CountsConnector",
+                name,
+                geometry,
             )
 
 
