@@ -117,7 +117,9 @@ def engine(model: Path, served_model_name: str | None, **options: Any) -> None:
 def _announce(config: WorkerConfig, bar: Progress) -> Callable[[str, str], None]:
     def announce(url: str, kernel: str) -> None:
         bar.stop()
-        click.echo(f"serving   {config.served_model_name} ({config.model}) at {url}, role {config.role}, kernel {kernel}")
+        click.echo(
+            f"serving   {config.served_model_name} ({config.model}) at {url}, role {config.role}, kernel {kernel}"
+        )
 
     return announce
 

@@ -64,7 +64,6 @@ class _EngineCollector(Collector):
         kernel.add_metric(self._labels, {"kernel": self._kernel})
         yield kernel
 
-
     def _waiting(self, stats: Stats) -> Metric:
         waiting = GaugeMetricFamily(
             "vllm:num_requests_waiting_by_reason",
