@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Which decode policies no other beats in median, tail and fairness at once.
 
-    OMP_NUM_THREADS=1 python3 bench/pareto.py [--seeds 3] [--json] [--plot FILE.svg]
+    OMP_NUM_THREADS=1 python3 bench/pareto.py [--seeds 2] [--json] [--plot FILE.svg]
 
 Five workloads on 8P16D: the made-up task and language mixes, and recorded outputs of tiny-moe replayed, evenly from its
 8 domains, nine tenths from two of them, and one at a time for 10 s each; profiles are fitted to an even mix in all of
@@ -157,7 +157,7 @@ def plot(path: str, rows: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=3, help="paired runs of each case")
+    parser.add_argument("--seeds", type=int, default=2, help="paired runs of each case")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--plot", metavar="FILE", help="draw P50 and P99 to this file (needs matplotlib)")
     options = parser.parse_args()
