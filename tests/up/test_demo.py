@@ -4,6 +4,7 @@ import asyncio
 import json
 import threading
 from collections import Counter, deque
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -14,12 +15,15 @@ from hypothesis import strategies as st
 
 from coterie.calibration import fit
 from coterie.calibration.prompts import Prompt
-from coterie.errors import EngineError, InputError
+from coterie.errors import ConfigError, EngineError, InputError
 from coterie.metrics import RequestTimeline
-from coterie.up.demo import POLICIES, DemoOptions, draw_schedule, page
+from coterie.routing import DECODE_POLICIES
+from coterie.up.demo import MIXES, POLICIES, DemoOptions, draw_schedule, page
 from coterie.up.demo.client import Served, serve_all
 from coterie.up.demo.counters import Counters, Sample, Watch, parse
+from coterie.up.demo.figures import line_of
 from coterie.up.demo.results import PassResult, Routed, measure, sum_up
+from coterie.up.demo.run import gateway_keys
 from coterie.up.demo.schedule import Pass, quotas
 from traces import tiny_moe_trace
 
@@ -44,15 +48,20 @@ def options(tmp_path):
 
 def test_a_skewed_mix_falls_with_the_rank():
     # 11 x (1, 1/2, 1/3) / (11/6) = 6, 3, 2
-    assert quotas(3, "skewed", 11) == [6, 3, 2]
+    assert quotas(3, "skewed", 11) == [[6, 3, 2]]
     # 12 x 6/11 = 6.5, 3.27, 2.18: the largest remainder gets the one that is left
-    assert quotas(3, "skewed", 12) == [7, 3, 2]
-    assert quotas(3, "even", 11) == [4, 4, 3]
+    assert quotas(3, "skewed", 12) == [[7, 3, 2]]
+    assert quotas(3, "even", 11) == [[4, 4, 3]]
+
+
+def test_a_drifting_mix_goes_from_two_labels_to_two_others():
+    assert quotas(6, "drifting", 9) == [[3, 2, 0, 0, 0, 0], [0, 0, 2, 2, 0, 0]]
+    assert quotas(3, "drifting", 8) == [[4, 0, 0], [0, 4, 0]]
 
 
 @given(st.integers(1, 20), st.sampled_from(["even", "skewed"]), st.integers(1, 200))
 def test_quotas_are_whole_requests_that_differ_from_the_exact_shares_by_less_than_one(labels, mix, requests):
-    counts = quotas(labels, mix, requests)
+    (counts,) = quotas(labels, mix, requests)
     weights = [1.0 if mix == "even" else 1 / (i + 1) for i in range(labels)]
     assert sum(counts) == requests
     assert all(abs(n - requests * w / sum(weights)) < 1 for n, w in zip(counts, weights, strict=True))
@@ -68,6 +77,52 @@ def test_every_policy_serves_the_same_prompts_in_each_round_and_at_every_second_
     assert [passes[0].policy for passes in rounds[::2]] == ["round_robin", "locality", "least_load", "round_robin"]
     assert [one.policy for one in rounds[2]] == list(POLICIES[::-1])
     assert len({one.name for one in schedule}) == len(schedule)
+
+
+def test_any_policies_take_turns_in_any_mixes(options):
+    schedule = draw_schedule(options(policies=("marginal", "least_load"), mixes=("drifting", "even")))
+    assert [(one.round, one.mix, one.policy) for one in schedule] == [
+        (0, "drifting", "marginal"), (0, "drifting", "least_load"), (0, "even", "marginal"), (0, "even", "least_load"),
+        (1, "drifting", "least_load"), (1, "drifting", "marginal"), (1, "even", "least_load"), (1, "even", "marginal"),
+    ]  # fmt: skip
+
+
+def test_what_is_asked_does_not_depend_on_which_policies_and_mixes_are_named(options):
+    alone = draw_schedule(options(policies=("marginal",), mixes=("skewed",)))
+    among_others = [one for one in draw_schedule(options()) if (one.mix, one.policy) == ("skewed", "locality")]
+    assert [one.prompts for one in alone] == [one.prompts for one in among_others]
+
+
+def test_each_round_of_a_drifting_mix_changes_its_labels_in_the_middle(options):
+    schedule = draw_schedule(options(policies=("marginal",), mixes=("drifting",)))
+    halves = [[Counter(prompt.label for prompt in half) for half in (one.prompts[:8], one.prompts[8:])]
+              for one in schedule]  # fmt: skip
+    assert halves[0] == halves[1]
+    before, after = halves[0]
+    assert sorted(before.values()) == sorted(after.values()) == [4, 4]
+    assert not before.keys() & after.keys()
+    assert len({prompt.where for one in schedule for prompt in one.prompts}) == 32
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"policies": ("marginal", "best")}, "--policies: 'best' is none of round_robin, random, .*marginal"),
+        ({"policies": ("prefix",)}, "--policies: 'prefix' is none of"),
+        ({"policies": ("marginal", "marginal")}, "--policies: marginal is named twice; name each once"),
+        ({"policies": ()}, "--policies: none is named; there are round_robin"),
+        ({"mixes": ("odd",)}, "--mixes: 'odd' is none of even, skewed, drifting"),
+    ],
+)
+def test_names_that_cannot_be_compared_are_refused(options, changes, problem):
+    with pytest.raises(ConfigError, match=problem):
+        draw_schedule(options(**changes))
+
+
+def test_one_label_cannot_drift(tmp_path):
+    (tmp_path / "one.jsonl").write_text('{"prompt": "a", "label": "x"}\n')
+    with pytest.raises(InputError, match=r"one\.jsonl: all prompts have the label 'x'; a mix that drifts needs two"):
+        draw_schedule(DemoOptions(tmp_path, tmp_path / "one.jsonl", mixes=("drifting",)))
 
 
 def test_prompts_are_a_seeded_choice_and_none_is_served_twice_in_a_repeat(options):
@@ -91,6 +146,19 @@ def test_too_few_prompts_and_a_missing_label_are_named(options, tmp_path):
         draw_schedule(DemoOptions(file, file))
 
 
+def test_each_gateway_gets_what_its_policy_needs():
+    asked = DemoOptions(Path("c"), Path("s"), requests=5, seed=3)
+    keys = {name: gateway_keys(name, asked, trace=Path("t"), profile=Path("p")) for name in DECODE_POLICIES}
+    given = {name: {k: v for k, v in some.items() if k in ("trace", "profile")} for name, some in keys.items()}
+    assert {name: some for name, some in given.items() if some} == {
+        "domain": {"trace": "t"},
+        "locality": {"profile": "p"},
+        "locality_refit": {"profile": "p"},
+        "locality_adaptive": {"profile": "p"},
+    }
+    assert keys["marginal"] == {"decode_policy": "marginal", "keep_decisions": 5, "seed": 3}
+
+
 # --- the sums --------------------------------------------------------------------------------------------
 
 
@@ -109,7 +177,7 @@ def result_of(policy, *all_served, mix="even", repeat=0, cpu_s=1.0, active=100.0
 
 def summed(passes):
     trace = tiny_moe_trace()
-    return sum_up("tiny", "embedded", passes, trace, fit(trace, 4, layers="all", pairs=100))
+    return sum_up("tiny", "embedded", list(passes), trace, fit(trace, 4, layers="all", pairs=100))
 
 
 def test_figures_of_passes_are_taken_together():
@@ -147,6 +215,23 @@ def test_gains_compare_locality_with_the_best_load_balancer():
     assert (cpu.figure, cpu.against) == ("cpu_ms_per_token", "power_of_two")
     assert (cpu.low, cpu.value, cpu.high) == pytest.approx((0.25, 0.375, 0.5))  # 1 - 1.5/2, 1 - 1/2
     assert experts.value == 0.0
+
+
+def test_each_expert_aware_policy_is_compared_on_each_mix_with_the_balancers_that_are_there():
+    cpu_s = {"random": 4.0, "marginal": 3.0, "domain": 1.0, "locality_refit": 5.0}
+    result = summed(
+        result_of(policy, served("a", CODE, (1, 2)), mix=mix, cpu_s=seconds)
+        for mix in ("drifting", "even")
+        for policy, seconds in cpu_s.items()
+    )
+    gains = [
+        (gain.mix, gain.policy, gain.against, gain.value) for gain in result.gains if gain.figure == "cpu_ms_per_token"
+    ]
+    assert gains == [
+        (mix, policy, "random", value)
+        for mix in ("drifting", "even")
+        for policy, value in (("marginal", 0.25), ("locality_refit", -0.25))
+    ]
 
 
 def test_rows_are_medians_over_repeats_with_their_spread():
@@ -228,6 +313,28 @@ def test_the_headlines_say_what_was_measured_favourable_or_not():
     assert outputs == "Outputs: equal under every policy, token by token (5 requests)."
 
 
+def headlines_of(*policies):
+    return page.headlines(summed(result_of(policy, served("a", CODE, (1, 2))) for policy in policies))[:-1]
+
+
+def test_there_is_a_headline_for_each_expert_aware_policy_or_why_there_is_none():
+    first, second = headlines_of("least_load", "marginal", "locality_adaptive")
+    assert first.startswith("Even mix: marginal against the best load balancer: 0.0% fewer experts per step (least_")
+    assert second.startswith("Even mix: locality_adaptive against the best load balancer: ")
+    assert headlines_of("marginal", "domain") == [
+        "Nothing was compared: none of the policies is a load balancer (round_robin, random, least_load, power_of_two)."
+    ]
+    assert headlines_of("least_load", "domain") == ["Nothing was compared: none of the policies looks at experts."]
+
+
+def test_failed_requests_are_not_compared():
+    failed = replace(
+        result_of("marginal", Served("a", CODE, (), None, "status 503")), counted=Counters(0, 0, 0), samples=()
+    )
+    even, _ = page.headlines(summed([result_of("random", served("a", CODE, (1, 2))), failed]))
+    assert even == "Even mix: requests failed, so nothing can be said of marginal."
+
+
 def test_a_table_gives_the_spread_under_each_row(result):
     table = page.mix_table(result, "even")
     assert len(table.rows) == 2 * len(POLICIES)
@@ -246,6 +353,28 @@ def test_the_page_shows_every_figure_and_needs_nothing_else(result):
     ):
         assert f"<title>{title}" in text
     assert "http" not in text.replace("http://www.w3.org", "").replace("http-equiv", "")
+
+
+def test_no_two_policies_are_drawn_alike():
+    assert len({line_of(policy) for policy in DECODE_POLICIES}) == len(DECODE_POLICIES)
+
+
+@pytest.mark.parametrize(
+    ("policies", "mixes", "said", "bands"),
+    [
+        (DECODE_POLICIES, MIXES, "nine policies", True),
+        (("least_load",), ("drifting",), "one policy", False),
+    ],
+)
+def test_there_is_a_page_for_any_policies_and_mixes(policies, mixes, said, bands):
+    text = page.page(
+        summed(result_of(policy, served("a", CODE, (1, 2)), mix=mix) for mix in mixes for policy in policies),
+        DemoOptions(Path("c"), Path("s"), policies=policies, mixes=mixes),
+    )
+    assert f"The same requests under {said}" in text
+    assert ("<title>Sizes of the locality band" in text) == bands
+    assert "Drifting mix: the first half of a round" in text
+    assert ("Skewed mix: the share" in text) == ("skewed" in mixes)
 
 
 # --- counters --------------------------------------------------------------------------------------------

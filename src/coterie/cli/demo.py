@@ -23,15 +23,20 @@ from coterie.engines.embedded.kv import PREFIX
 from coterie.files import check_target
 from coterie.report import svg
 from coterie.report.page import write
+from coterie.routing import DECODE_POLICIES
 from coterie.shm import sweep
 from coterie.up.cluster import Cluster
 from coterie.up.config import ClusterConfig, load_cluster_config
-from coterie.up.demo import DemoOptions, DemoResult, draw_schedule, run_demo
+from coterie.up.demo import DEFAULT_MIXES, MIXES, POLICIES, DemoOptions, DemoResult, draw_schedule, run_demo
 from coterie.up.demo.page import as_json, headlines, page, tables
 
 _PATH = click.Path(path_type=Path)
 _EXAMPLES = Path("examples/demo")
 _WIDTH = 140
+
+
+def _read_names(ctx: click.Context, param: click.Parameter, value: str) -> tuple[str, ...]:
+    return tuple(value.split(","))
 
 
 @click.command()
@@ -49,13 +54,27 @@ _WIDTH = 140
 @click.option(
     "--seed", default=0, show_default=True, type=click.IntRange(0), help="Of choices by chance, and of the fit."
 )
+@click.option(
+    "--policies",
+    callback=_read_names,
+    default=",".join(POLICIES),
+    show_default=True,
+    help=f"To compare, of {', '.join(DECODE_POLICIES)}.",
+)
+@click.option(
+    "--mixes",
+    callback=_read_names,
+    default=",".join(DEFAULT_MIXES),
+    show_default=True,
+    help=f"Of domains, of {', '.join(MIXES)}; drifting: two of them, from the middle of each round on two others.",
+)
 @click.option("--json", "json_file", type=_PATH, help="Write the result to this file.")
 @click.option("--html", type=_PATH, help="Write a report to open in a browser; needs matplotlib.")
 def demo(engine: str, file: Path | None, json_file: Path | None, html: Path | None, **given: Any) -> None:
-    """Compare five routing policies on a local cluster.
+    """Compare routing policies on a local cluster.
 
     Starts prefill and decode engines, collects a trace and fits a profile, then serves the same requests under every
-    policy, on an even and on a skewed mix of domains.  Defaults are found from the root of a checkout.
+    policy, on several mixes of domains.  Defaults are found from the root of a checkout.
     """
     signal.signal(signal.SIGTERM, interrupt)
     options = DemoOptions(**given)

@@ -10,6 +10,16 @@ page       the report in HTML
 
 from coterie.up.demo.results import DemoResult
 from coterie.up.demo.run import DemoReporter, run_demo
-from coterie.up.demo.schedule import MIXES, POLICIES, DemoOptions, Schedule, draw_schedule
+from coterie.up.demo.schedule import DEFAULT_MIXES, MIXES, POLICIES, DemoOptions, Schedule, draw_schedule
 
-__all__ = ["MIXES", "POLICIES", "DemoOptions", "DemoReporter", "DemoResult", "Schedule", "draw_schedule", "run_demo"]
+__all__ = [
+    "DEFAULT_MIXES",
+    "MIXES",
+    "POLICIES",
+    "DemoOptions",
+    "DemoReporter",
+    "DemoResult",
+    "Schedule",
+    "draw_schedule",
+    "run_demo",
+]

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from coterie.report.svg import MUTED, SERIES, draw
-from coterie.up.demo.results import DemoResult, PassResult
+from coterie.routing import DECODE_POLICIES
+from coterie.up.demo.results import DemoResult, PassResult, expert_aware
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,6 +25,8 @@ _COLOURS = {
     "domain": SERIES[1],
     "locality": SERIES[0],
 }
+_DASHES = ("-", "--", ":")
+_BANDED = ("locality", "locality_refit")
 _Curve = tuple[Sequence[float], Sequence[float]]
 
 
@@ -68,14 +71,16 @@ def _by_mix(
 ) -> str:
     """One panel a mix, one line a policy."""
     cells = _cells(result)
-    mixes = list(dict.fromkeys(mix for mix, _ in cells))
+    aware = expert_aware(result.policies)
 
     def paint(figure: Figure) -> None:
-        panels = figure.subplots(1, len(mixes), sharex=True, sharey=True, squeeze=False)[0]
-        for axes, mix in zip(panels, mixes, strict=True):
-            for policy, colour in _COLOURS.items():
+        panels = figure.subplots(1, len(result.mixes), sharex=True, sharey=True, squeeze=False)[0]
+        for axes, mix in zip(panels, result.mixes, strict=True):
+            for policy in result.policies:
+                colour, dashes = line_of(policy)
                 x, y = curve(cells[mix, policy])
-                axes.plot(x, y, color=colour, linewidth=2.2 if policy == "locality" else 1.3, label=policy)
+                width = 2.2 if policy in aware else 1.3
+                axes.plot(x, y, color=colour, linestyle=dashes, linewidth=width, label=policy)
             axes.set_title(f"{mix} mix", loc="left", fontsize=10)
             axes.grid(axis="y")
         for axes in panels:  # they share their axes, so limits are for when all is drawn
@@ -84,6 +89,16 @@ def _by_mix(
         panels[-1].legend(loc="upper left", bbox_to_anchor=(1, 1))
 
     return draw(title, _WIDE, paint)
+
+
+def line_of(policy: str) -> tuple[str, str]:
+    """Colour and dashes of one of `DECODE_POLICIES`, whichever others are drawn; no two have both alike."""
+    if policy in _COLOURS:
+        return _COLOURS[policy], "-"
+    free = [colour for colour in SERIES if colour not in _COLOURS.values()]
+    others = [other for other in DECODE_POLICIES if other not in _COLOURS]
+    number = others.index(policy)
+    return free[number % len(free)], _DASHES[number // len(free)]
 
 
 def _cells(result: DemoResult) -> Mapping[tuple[str, str], Sequence[PassResult]]:
@@ -95,25 +110,38 @@ def _cells(result: DemoResult) -> Mapping[tuple[str, str], Sequence[PassResult]]
     return {cell(one): cells[cell(one)] for one in result.passes}
 
 
+def banded(result: DemoResult) -> list[str]:
+    """Of the result's policies, those where load decides within a band of similarity."""
+    return [policy for policy in result.policies if policy in _BANDED]
+
+
 def band_figure(result: DemoResult) -> str:
-    """Among how many engines load decided, under locality."""
-    cells = {mix: passes for (mix, policy), passes in _cells(result).items() if policy == "locality"}
-    bands = {
-        mix: Counter(where.band for one in passes for where in one.routed.values()) for mix, passes in cells.items()
-    }
-    sizes = range(result.profile.clusters + 1)
+    """Among how many engines load decided, a panel for each of the `banded` policies."""
+    cells = _cells(result)
+    policies = banded(result)
 
     def paint(figure: Figure) -> None:
-        axes = figure.subplots()
-        for i, (mix, counts) in enumerate(bands.items()):
-            shares = [counts[size] / max(1, counts.total()) for size in sizes]
-            places = [size + (i - (len(bands) - 1) / 2) * 0.38 for size in sizes]
-            drawn = axes.bar(places, shares, width=0.34, color=SERIES[i], label=f"{mix} mix")
-            axes.bar_label(drawn, [f"{share:.0%}" if share else "" for share in shares], fontsize=8.5)
-        axes.set_xticks(sizes, ["no signal", *map(str, sizes[1:])])
-        axes.set_ylim(0, 1.1)
-        axes.set_xlabel("decode engines in the band")
-        axes.set_ylabel("share of the decisions")
-        axes.legend(loc="upper right")
+        panels = figure.subplots(1, len(policies), sharey=True, squeeze=False)[0]
+        for axes, policy in zip(panels, policies, strict=True):
+            _paint_bands(axes, {mix: cells[mix, policy] for mix in result.mixes}, result.profile.clusters)
+            if len(policies) > 1:
+                axes.set_title(policy, loc="left", fontsize=10)
+        panels[0].set_ylabel("share of the decisions")
+        panels[-1].legend(loc="upper right")
 
-    return draw("Sizes of the locality band", (5.2, 3.4), paint)
+    return draw("Sizes of the locality band", (5.2 * len(policies), 3.4), paint)
+
+
+def _paint_bands(axes: Axes, passes_of: Mapping[str, Sequence[PassResult]], engines: int) -> None:
+    """One group of bars for each size of the band, in it a bar for each mix."""
+    sizes = range(engines + 1)
+    step = 0.76 / max(2, len(passes_of))
+    for i, (mix, passes) in enumerate(passes_of.items()):
+        counts = Counter(where.band for one in passes for where in one.routed.values())
+        shares = [counts[size] / max(1, counts.total()) for size in sizes]
+        places = [size + (i - (len(passes_of) - 1) / 2) * step for size in sizes]
+        drawn = axes.bar(places, shares, width=0.9 * step, color=SERIES[i], label=f"{mix} mix")
+        axes.bar_label(drawn, [f"{share:.0%}" if share else "" for share in shares], fontsize=8.5)
+    axes.set_xticks(sizes, ["no signal", *map(str, sizes[1:])])
+    axes.set_ylim(0, 1.1)
+    axes.set_xlabel("decode engines in the band")

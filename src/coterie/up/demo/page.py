@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -13,8 +13,9 @@ from coterie.calibration import values_of
 from coterie.report import figures as inspected
 from coterie.report.page import Bullets, Figure, Part, Section, Text, render
 from coterie.report.tables import NONE, Table, number, percent
+from coterie.routing import LOAD_POLICIES
 from coterie.up.demo import figures
-from coterie.up.demo.results import DemoResult, Figures, Gain, Row
+from coterie.up.demo.results import DemoResult, Figures, Gain, Row, expert_aware, load_balancers
 from coterie.up.demo.schedule import DemoOptions
 
 _NAMES = {
@@ -31,12 +32,23 @@ _COLUMNS = {
     "experts_per_token": ("experts/token", 2),
     "cpu_ms_per_token": ("CPU ms/token", 2),
 }
+_NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 _NOTE = (
     "Times in ms. `experts/step`: different experts that a step of a decode engine at full load reads, mean over steps "
     "and layers; left out where the engines do not count them. `live/step`: requests in such a step. `experts/token`: "
     "experts read per token over the whole round. `CPU ms/token`: CPU time of the decode engines' processes per output "
     "token, without threads that poll. `% per engine`: share of the requests that each got. `equal`: whether all "
     "outputs were equal, token by token, to those of the same prompts under the other policies."
+)
+_MIXES = {
+    "even": "Even mix: all domains alike.",
+    "skewed": "Skewed mix: the share of the i-th domain is proportional to 1 / i.",
+    "drifting": "Drifting mix: the first half of a round is of two domains, the second of two others (one each where "
+    "there are fewer than four).",
+}
+_DOMAIN = (
+    "`domain` gives engines of its own only to domains that have at least an engine's share of the calibration "
+    "prompts; where none has, it is least load."
 )
 _VLLM = (
     "Experts are not padded for vLLM: a step of so small a model takes about as long however many it reads, so this "
@@ -45,16 +57,25 @@ _VLLM = (
 
 
 def headlines(result: DemoResult) -> list[str]:
-    """What locality changed, a sentence for each mix; whether outputs were equal; what else to know."""
-    mixes = list(dict.fromkeys(row.mix for row in result.rows))
-    lines = [f"{mix.capitalize()} mix: {_gained([g for g in result.gains if g.mix == mix])}." for mix in mixes]
-    return [*lines, _equality(result), *([_VLLM] if result.engine == "vllm" else [])]
+    """What each expert-aware policy changed on each mix; whether outputs were equal; what else to know."""
+    return [*_comparisons(result), _equality(result), *([_VLLM] if result.engine == "vllm" else [])]
 
 
-def _gained(gains: list[Gain]) -> str:
+def _comparisons(result: DemoResult) -> list[str]:
+    """A sentence for each mix and expert-aware policy, or why there is none."""
+    aware = expert_aware(result.policies)
+    if not aware:
+        return ["Nothing was compared: none of the policies looks at experts."]
+    if not load_balancers(result.policies):
+        return [f"Nothing was compared: none of the policies is a load balancer ({', '.join(LOAD_POLICIES)})."]
+    return [f"{mix.capitalize()} mix: {_gained(result, mix, policy)}." for mix in result.mixes for policy in aware]
+
+
+def _gained(result: DemoResult, mix: str, policy: str) -> str:
+    gains = [gain for gain in result.gains if (gain.mix, gain.policy) == (mix, policy)]
     if not gains:
-        return "requests failed, so nothing can be said of locality"
-    return "locality against the best load balancer: " + "; ".join(map(_one_gain, gains))
+        return f"requests failed, so nothing can be said of {policy}"
+    return f"{policy} against the best load balancer: " + "; ".join(map(_one_gain, gains))
 
 
 def _one_gain(gain: Gain) -> str:
@@ -108,7 +129,7 @@ def domains_table(result: DemoResult, mix: str) -> Table:
 
 def tables(result: DemoResult) -> list[Table]:
     """A table for each mix; the last one says how to read them."""
-    *first, last = [mix_table(result, mix) for mix in dict.fromkeys(row.mix for row in result.rows)]
+    *first, last = [mix_table(result, mix) for mix in result.mixes]
     return [*first, Table(last.title, last.columns, last.rows, _NOTE)]
 
 
@@ -130,15 +151,19 @@ def page(result: DemoResult, options: DemoOptions) -> str:
         _learnt(result),
         _how(result, options),
     ]
-    return render("The same requests under five policies", subtitle, sections)
+    return render(f"The same requests under {_count(result.policies)}", subtitle, sections)
+
+
+def _count(policies: Sequence[str]) -> str:
+    return f"{_NUMBERS[len(policies)]} {'policy' if len(policies) == 1 else 'policies'}"
 
 
 def _answer(result: DemoResult) -> Section:
     first, *others = headlines(result)
     errors = [Text(error) for error in result.first_errors]
-    return Section(
-        "What locality changed", (Text(first, strong=True), Bullets(tuple(others)), *tables(result), *errors)
-    )
+    aware = " and ".join(expert_aware(result.policies))
+    title = f"What {aware} changed" if aware else "What was measured"
+    return Section(title, (Text(first, strong=True), Bullets(tuple(others)), *tables(result), *errors))
 
 
 def _times(result: DemoResult) -> Section:
@@ -157,9 +182,8 @@ def _routing(result: DemoResult) -> Section:
     caption = (
         "One engine: the signature decides alone. Several: they are as good as equal, and the least loaded is taken."
     )
-    mixes = dict.fromkeys(row.mix for row in result.rows)
-    shares = [domains_table(result, mix) for mix in mixes]
-    return Section("Where requests went", (Figure(figures.band_figure(result), caption), *shares))
+    bands = [Figure(figures.band_figure(result), caption)] if figures.banded(result) else []
+    return Section("Where requests went", (*bands, *(domains_table(result, mix) for mix in result.mixes)))
 
 
 def _learnt(result: DemoResult) -> Section:
@@ -196,15 +220,15 @@ def _how(result: DemoResult, options: DemoOptions) -> Section:
         Full load: at least two thirds of an engine's share of the requests in flight, on average over the decode
         engines; at the beginning and at the end of a round there are fewer.
 
-        Even mix: all domains alike. Skewed mix: the share of the i-th domain is proportional to 1 / i.
+        {" ".join(_MIXES[mix] for mix in result.mixes)}
 
         On a machine with fewer cores than engines, times by the clock are noisy; active experts and CPU time are the
         fair measures.
 
-        `domain` gives engines of its own only to domains that have at least an engine's share of the calibration
-        prompts; where none has, it is least load.
+        {_DOMAIN if "domain" in result.policies else ""}
     """
-    return Section("How it was measured", (Bullets(tuple(" ".join(item.split()) for item in said.split("\n\n"))),))
+    items = (" ".join(item.split()) for item in said.split("\n\n"))
+    return Section("How it was measured", (Bullets(tuple(filter(None, items))),))
 
 
 def as_json(result: DemoResult, options: DemoOptions) -> dict[str, object]:

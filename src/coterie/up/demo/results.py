@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import product
 
 import numpy as np
 
 from coterie.activations import ActivationTrace
 from coterie.calibration import Profile
+from coterie.routing import LOAD_POLICIES
 from coterie.up.demo.client import Served
 from coterie.up.demo.counters import ZERO, Counters, Sample
-from coterie.up.demo.schedule import BALANCERS, Pass
+from coterie.up.demo.schedule import Pass
 
 _MOST_ERRORS = 3
 
@@ -130,18 +132,20 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """By how much locality is below the best policy that looks at load alone.
+    """By how much a policy that looks at experts is below the best one that looks at load alone.
 
     Attributes:
         mix: of the domains.
+        policy: the one that looks at experts.
         figure: which of `FIGURES`.
-        against: the best such policy: that of the lowest median.
-        value: 1 - locality / best, median over the repeats; negative where locality is above.
+        against: the best load balancer: that of the lowest median.
+        value: 1 - policy / best, median over the repeats; negative where the policy is above.
         low: lowest of the repeats.
         high: highest of the repeats.
     """
 
     mix: str
+    policy: str
     figure: str
     against: str
     value: float
@@ -157,7 +161,8 @@ class DemoResult:
         model: name of the model.
         engine: kind of the engines.
         rows: for each mix, each policy.
-        gains: for each mix, of each of `COMPARED` that was measured.
+        gains: for each mix, of each expert-aware policy, of each of `COMPARED` that was measured; none without a load
+            balancer.
         first_errors: messages of the first failed requests.
         passes: all that was gathered.
         trace: what was collected.
@@ -172,6 +177,16 @@ class DemoResult:
     passes: tuple[PassResult, ...]
     trace: ActivationTrace
     profile: Profile
+
+    @property
+    def mixes(self) -> tuple[str, ...]:
+        """In the order in which they were served."""
+        return tuple(dict.fromkeys(row.mix for row in self.rows))
+
+    @property
+    def policies(self) -> tuple[str, ...]:
+        """In the order in which they were named."""
+        return tuple(dict.fromkeys(row.policy for row in self.rows))
 
     def rows_of(self, mix: str) -> list[Row]:
         """Rows of one mix."""
@@ -285,17 +300,33 @@ def _domain_shares(passes: Sequence[PassResult]) -> dict[str, float]:
     return {label: float(np.mean(shares)) for label, shares in sorted(most.items())}
 
 
+def load_balancers(policies: Sequence[str]) -> list[str]:
+    """Of some policies, those that look at load alone."""
+    return [policy for policy in policies if policy in LOAD_POLICIES]
+
+
+def expert_aware(policies: Sequence[str]) -> list[str]:
+    """Of some policies, those that go by experts: neither load balancers nor told the domain."""
+    return [policy for policy in policies if policy not in (*LOAD_POLICIES, "domain")]
+
+
 def _gains(cells: Mapping[tuple[str, str], Sequence[Figures]]) -> tuple[Gain, ...]:
-    mixes = dict.fromkeys(mix for mix, _ in cells)
-    found = (_gain(cells, mix, figure) for mix in mixes for figure in COMPARED)
+    mixes, policies = (list(dict.fromkeys(names)) for names in zip(*cells, strict=True))
+    balancers = load_balancers(policies)
+    if not balancers:
+        return ()
+    aware = expert_aware(policies)
+    found = (_gain(cells, balancers, *key) for key in product(mixes, aware, COMPARED))
     return tuple(gain for gain in found if gain)
 
 
-def _gain(cells: Mapping[tuple[str, str], Sequence[Figures]], mix: str, figure: str) -> Gain | None:
+def _gain(
+    cells: Mapping[tuple[str, str], Sequence[Figures]], balancers: Sequence[str], mix: str, policy: str, figure: str
+) -> Gain | None:
     """None where a repeat lacks the figure."""
-    values = {policy: [getattr(one, figure) for one in cells[mix, policy]] for policy in (*BALANCERS, "locality")}
+    values = {name: [getattr(one, figure) for one in cells[mix, name]] for name in (*balancers, policy)}
     if any(value is None for some in values.values() for value in some):
         return None
-    best = min(BALANCERS, key=lambda policy: float(np.median(values[policy])))
-    gains = 1 - np.array(values["locality"]) / np.array(values[best])
-    return Gain(mix, figure, best, float(np.median(gains)), float(gains.min()), float(gains.max()))
+    best = min(balancers, key=lambda name: float(np.median(values[name])))
+    gains = 1 - np.array(values[policy]) / np.array(values[best])
+    return Gain(mix, policy, figure, best, float(np.median(gains)), float(gains.min()), float(gains.max()))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,7 +18,7 @@ from coterie.up.cluster import Cluster, Member
 from coterie.up.demo.client import Served, serve_all
 from coterie.up.demo.counters import Counters, Sample, Watch
 from coterie.up.demo.results import DemoResult, PassResult, Routed, sum_up
-from coterie.up.demo.schedule import POLICIES, DemoOptions, Pass, Schedule, request_id
+from coterie.up.demo.schedule import DemoOptions, Pass, Schedule, request_id
 from coterie.up.priority import polling_cpu_s
 from coterie.up.processes import group_cpu_s
 
@@ -88,17 +87,21 @@ def _profile_file(cluster: Cluster) -> Path:
 def _start_gateways(cluster: Cluster, options: DemoOptions, reporter: DemoReporter) -> dict[str, Member]:
     """One for each policy, since a gateway has one policy for life."""
     reporter.step("starting gateways")
-    reporter.begin(len(POLICIES), 0)
-    needs: Mapping[str, Mapping[str, Any]] = {
-        "domain": {"trace": str(_trace_file(cluster))},
-        "locality": {"profile": str(_profile_file(cluster))},
-    }
+    reporter.begin(len(options.policies), 0)
     gateways = {}
-    for policy in POLICIES:
-        keys = {"decode_policy": policy, "keep_decisions": options.requests, "seed": options.seed}
-        gateways[policy] = cluster.start_gateway({**keys, **needs.get(policy, {})}, name=f"gateway-{policy}")
+    for policy in options.policies:
+        keys = gateway_keys(policy, options, trace=_trace_file(cluster), profile=_profile_file(cluster))
+        gateways[policy] = cluster.start_gateway(keys, name=f"gateway-{policy}")
         reporter.advance()
     return gateways
+
+
+def gateway_keys(policy: str, options: DemoOptions, *, trace: Path, profile: Path) -> dict[str, Any]:
+    """Configuration of the gateway of a policy, with the trace or the profile if it needs one."""
+    keys = {"decode_policy": policy, "keep_decisions": options.requests, "seed": options.seed}
+    if policy == "domain":
+        return {**keys, "trace": str(trace)}
+    return {**keys, "profile": str(profile)} if policy.startswith("locality") else keys
 
 
 def _warm_up(cluster: Cluster, options: DemoOptions, schedule: Schedule, reporter: DemoReporter) -> None:

@@ -1,21 +1,24 @@
-"""What the demo serves when: rounds of requests in two mixes of domains, each round under every policy."""
+"""What the demo serves when: rounds of requests in some mixes of domains, each round under every policy."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from coterie.calibration.prompts import Prompt, read_prompts
-from coterie.errors import InputError
+from coterie.errors import ConfigError, InputError
+from coterie.routing import DECODE_POLICIES
 
 POLICIES = ("round_robin", "least_load", "power_of_two", "domain", "locality")
-BALANCERS = POLICIES[:3]
-"""Policies that look at load alone; what locality is compared with."""
-MIXES = ("even", "skewed")
+"""What is compared unless others of `DECODE_POLICIES` are named."""
+MIXES = ("even", "skewed", "drifting")
+DEFAULT_MIXES = MIXES[:2]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,8 @@ class DemoOptions:
         rounds: of each mix in each repeat; each has prompts of its own.
         repeats: how often all is served, each time with other prompts; figures are medians over them.
         seed: of the choice of prompts and of the fit.
+        policies: compared, of `DECODE_POLICIES`.
+        mixes: served, of `MIXES`.
     """
 
     calibrate: Path
@@ -41,6 +46,8 @@ class DemoOptions:
     rounds: int = 2
     repeats: int = 1
     seed: int = 0
+    policies: tuple[str, ...] = POLICIES
+    mixes: tuple[str, ...] = DEFAULT_MIXES
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +58,7 @@ class Pass:
         repeat: from 0.
         mix: of `MIXES`.
         round: from 0, within the repeat.
-        policy: of `POLICIES`.
+        policy: of the options' policies.
         prompts: what is asked, in order.
     """
 
@@ -82,8 +89,11 @@ def draw_schedule(options: DemoOptions) -> Schedule:
     meanwhile falls on all of them alike.
 
     Raises:
-        InputError: the prompt file is not usable, or has too few prompts of a label.
+        ConfigError: a policy or a mix is unknown or named twice.
+        InputError: the prompt file is not usable, or has too few prompts of a label or too few labels.
     """
+    _check_names("policies", options.policies, DECODE_POLICIES)
+    _check_names("mixes", options.mixes, MIXES)
     by_label: dict[str, list[Prompt]] = defaultdict(list)
     for prompt in read_prompts(options.serve).prompts:
         by_label[prompt.label].append(prompt)
@@ -92,57 +102,87 @@ def draw_schedule(options: DemoOptions) -> Schedule:
     return tuple(_passes(options, by_label))
 
 
+def _check_names(what: str, names: Sequence[str], known: Sequence[str]) -> None:
+    if not names:
+        raise ConfigError(f"--{what}: none is named; there are {', '.join(known)}")
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"--{what}: {name!r} is none of {', '.join(known)}")
+        if names.count(name) > 1:
+            raise ConfigError(f"--{what}: {name} is named twice; name each once")
+
+
 def _passes(options: DemoOptions, by_label: Mapping[str, Sequence[Prompt]]) -> Iterator[Pass]:
     for repeat in range(options.repeats):
         draws = {
-            mix: _draw(by_label, mix, options, np.random.default_rng([options.seed, repeat, m]))
-            for m, mix in enumerate(MIXES)
+            mix: _draw(by_label, mix, options, np.random.default_rng([options.seed, repeat, MIXES.index(mix)]))
+            for mix in options.mixes
         }
         for number in range(options.rounds):
-            order = _order(repeat * options.rounds + number)
-            for mix in MIXES:
+            order = _order(options.policies, repeat * options.rounds + number)
+            for mix in options.mixes:
                 for policy in order:
                     yield Pass(repeat, mix, number, policy, draws[mix][number])
 
 
-def _order(number: int) -> tuple[str, ...]:
+def _order(policies: tuple[str, ...], number: int) -> tuple[str, ...]:
     """Of the policies in a round: two rounds have opposite orders, and each two begin with another policy."""
-    first = number // 2 % len(POLICIES)
-    order = POLICIES[first:] + POLICIES[:first]
+    first = number // 2 % len(policies)
+    order = policies[first:] + policies[:first]
     return order[::-1] if number % 2 else order
 
 
 def _draw(
     by_label: Mapping[str, Sequence[Prompt]], mix: str, options: DemoOptions, rng: np.random.Generator
 ) -> list[tuple[Prompt, ...]]:
-    """Prompts of each round, none twice, in random order."""
+    """Prompts of each round, none twice, in random order within each of its phases."""
     labels = [str(label) for label in rng.permutation(sorted(by_label))]
-    counts = quotas(len(labels), mix, options.requests)
-    rounds: list[list[Prompt]] = [[] for _ in range(options.rounds)]
-    for label, count in zip(labels, counts, strict=True):
-        needed, given = count * options.rounds, by_label[label]
+    if len(labels) < 2 and mix == "drifting":
+        raise InputError(f"{options.serve}: all prompts have the label {labels[0]!r}; a mix that drifts needs two")
+    phases = quotas(len(labels), mix, options.requests)
+    rounds: list[list[list[Prompt]]] = [[[] for _ in phases] for _ in range(options.rounds)]
+    for label, counts in zip(labels, zip(*phases, strict=True), strict=True):
+        needed, given = sum(counts) * options.rounds, by_label[label]
         if needed > len(given):
             raise InputError(
                 f"{options.serve}: {len(given)} prompts with the label {label!r}; the {mix} mix needs {needed} for "
                 f"{options.rounds} rounds of {options.requests} requests"
             )
-        chosen = rng.permutation(len(given))[:needed]
-        for place, i in enumerate(chosen):
-            rounds[place % options.rounds].append(given[i])
-    return [tuple(one[i] for i in rng.permutation(len(one))) for one in rounds]
+        chosen = iter([given[i] for i in rng.permutation(len(given))[:needed]])
+        for phase, count in enumerate(counts):
+            for place, prompt in enumerate(islice(chosen, count * options.rounds)):
+                rounds[place % options.rounds][phase].append(prompt)
+    return [tuple(some[i] for some in one for i in rng.permutation(len(some))) for one in rounds]
 
 
-def quotas(labels: int, mix: str, requests: int) -> list[int]:
-    """How many requests of a round have each label.
+def quotas(labels: int, mix: str, requests: int) -> list[list[int]]:
+    """How many requests have each label, in each phase of a round.
 
-        even:   all the same share
-        skewed: share of the i-th ~ 1 / i   (Zipf)
+        even:     one phase, all the same share
+        skewed:   one phase, share of the i-th ~ 1 / i   (Zipf)
+        drifting: two phases of equal length, the first of the first two labels alone, the second of the next two; of
+                  one label each where there are fewer than four
 
-    in whole requests by largest remainder, the earlier label first among equals.
+    in whole requests by largest remainder, the earlier label or phase first among equals.
     """
-    weights = np.ones(labels) if mix == "even" else 1 / np.arange(1, labels + 1)
-    exact = requests * weights / weights.sum()
+    phases = _weights(labels, mix)
+    lengths = _apportion(np.ones(len(phases)), requests)
+    return [_apportion(weights, length) for weights, length in zip(phases, lengths, strict=True)]
+
+
+def _weights(labels: int, mix: str) -> npt.NDArray[np.float64]:
+    """Shape: phases x labels."""
+    if mix == "even":
+        return np.ones((1, labels))
+    if mix == "skewed":
+        return 1 / np.arange(1.0, labels + 1)[None]
+    at_once = min(2, labels // 2)
+    return np.stack([np.arange(labels) // at_once == phase for phase in (0, 1)]).astype(np.float64)
+
+
+def _apportion(weights: npt.NDArray[np.float64], total: int) -> list[int]:
+    exact = total * weights / weights.sum()
     counts = np.floor(exact).astype(np.int64)
-    largest = np.argsort(counts - exact, kind="stable")[: requests - int(counts.sum())]
+    largest = np.argsort(counts - exact, kind="stable")[: total - int(counts.sum())]
     counts[largest] += 1
     return [int(count) for count in counts]
