@@ -274,6 +274,16 @@ def test_shares_tell_where_requests_and_domains_went():
     assert row.domain_shares == {"code": 0.5, "kjv": 1.0}
 
 
+def test_an_engine_that_got_nothing_has_a_share_of_zero():
+    on = [{"a": Routed(f"decode-{i}", 1)} for i in (1, 0)]
+    policies = ("locality", "least_load")
+    result = summed(result_of(name, served("a", CODE, (1, 2)), routed=r) for name, r in zip(policies, on, strict=True))
+    assert [row.worker_shares for row in result.rows] == [
+        {"decode-0": 0.0, "decode-1": 1.0}, {"decode-0": 1.0, "decode-1": 0.0}
+    ]  # fmt: skip
+    assert page.mix_table(result, "even").rows[0][-2] == "0 100"
+
+
 # --- the report ------------------------------------------------------------------------------------------
 
 
@@ -374,6 +384,7 @@ def test_there_is_a_page_for_any_policies_and_mixes(policies, mixes, said, bands
     assert f"The same requests under {said}" in text
     assert ("<title>Sizes of the locality band" in text) == bands
     assert "Drifting mix: the first half of a round" in text
+    assert "Engines that share cores lend a crowded one their time" in text
     assert ("Skewed mix: the share" in text) == ("skewed" in mixes)
 
 

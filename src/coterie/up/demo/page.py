@@ -40,6 +40,10 @@ _NOTE = (
     "token, without threads that poll. `% per engine`: share of the requests that each got. `equal`: whether all "
     "outputs were equal, token by token, to those of the same prompts under the other policies."
 )
+_CROWDED = (
+    "Engines that share cores lend a crowded one their time, so uneven shares (`% per engine`) cost less here than "
+    "with hardware of its own for each engine: there a step takes what its `experts/step` and `live/step` take."
+)
 _MIXES = {
     "even": "Even mix: all domains alike.",
     "skewed": "Skewed mix: the share of the i-th domain is proportional to 1 / i.",
@@ -130,7 +134,8 @@ def domains_table(result: DemoResult, mix: str) -> Table:
 def tables(result: DemoResult) -> list[Table]:
     """A table for each mix; the last one says how to read them."""
     *first, last = [mix_table(result, mix) for mix in result.mixes]
-    return [*first, Table(last.title, last.columns, last.rows, _NOTE)]
+    note = f"{_NOTE} {_CROWDED}" if "drifting" in result.mixes else _NOTE
+    return [*first, Table(last.title, last.columns, last.rows, note)]
 
 
 # --- the page ------------------------------------------------------------------------------------------
@@ -161,7 +166,7 @@ def _count(policies: Sequence[str]) -> str:
 def _answer(result: DemoResult) -> Section:
     first, *others = headlines(result)
     errors = [Text(error) for error in result.first_errors]
-    aware = " and ".join(expert_aware(result.policies))
+    aware = ", ".join(expert_aware(result.policies))
     title = f"What {aware} changed" if aware else "What was measured"
     return Section(title, (Text(first, strong=True), Bullets(tuple(others)), *tables(result), *errors))
 

@@ -108,7 +108,7 @@ class Row:
         requests: sent, in all repeats.
         errors: of them, failed.
         outputs_different: requests whose tokens were not those that the same prompt had when it was first served.
-        worker_shares: share of the requests that each decode engine got.
+        worker_shares: share of the requests that each decode engine got, of those that any policy used.
         domain_shares: for each domain, the share of its requests on the engine that got most of them; mean over
             the passes.
     """
@@ -204,8 +204,9 @@ def sum_up(
     cells = _cells(passes)
     by_repeat = {cell: [measure(some) for some in repeats] for cell, repeats in cells.items()}
     different = _different(passes)
+    workers = {where.worker for one in passes for where in one.routed.values()}
     rows = tuple(
-        _row(*cell, by_repeat[cell], [one for some in repeats for one in some], different)
+        _row(*cell, by_repeat[cell], [one for some in repeats for one in some], different, workers)
         for cell, repeats in cells.items()
     )
     errors = [f"{one.planned.name}, {s.id}: {s.error}" for one in passes for s in one.served if s.error]
@@ -250,9 +251,11 @@ def _row(
     figures: Sequence[Figures],
     passes: Sequence[PassResult],
     different: Mapping[tuple[str, str], int],
+    workers: Iterable[str],
 ) -> Row:
     served = [one for some in passes for one in some.served]
-    routed = Counter(where.worker for one in passes for where in one.routed.values())
+    routed = Counter(dict.fromkeys(workers, 0))  # also those that got nothing under this policy
+    routed.update(where.worker for one in passes for where in one.routed.values())
     return Row(
         mix=mix,
         policy=policy,
@@ -285,7 +288,7 @@ def _different(passes: Iterable[PassResult]) -> Counter[tuple[str, str]]:
 
 
 def _shares(counts: Counter[str]) -> dict[str, float]:
-    return {name: count / counts.total() for name, count in sorted(counts.items())}
+    return {name: count / max(1, counts.total()) for name, count in sorted(counts.items())}
 
 
 def _domain_shares(passes: Sequence[PassResult]) -> dict[str, float]:
