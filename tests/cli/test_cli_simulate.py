@@ -6,6 +6,7 @@ import pytest
 
 from coterie.calibration import fit
 from coterie.cli import main
+from coterie.routing import DECODE_POLICIES
 from made_traces import domains_differ
 
 
@@ -193,3 +194,9 @@ def test_experts_are_placed_on_ranks_by_blocks_or_by_use(capsys):
 def test_what_cannot_be_simulated_is_one_message(arguments, status, message, capsys):
     assert run("--rate", 30, *arguments) == status
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("policy", [name for name in DECODE_POLICIES if name.startswith("locality")])
+def test_every_policy_that_needs_a_profile_asks_for_it_before_anything_runs(capsys, policy):
+    assert run("--rate", 30, "--policies", policy) != 0
+    assert f"{policy} needs --profile" in capsys.readouterr().err

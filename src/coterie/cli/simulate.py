@@ -31,7 +31,7 @@ from coterie.sim.timeline import events_of
 
 _PATH = click.Path(path_type=Path, dir_okay=False)
 _WIDTH = 100
-_NEEDS_PROFILE = ("locality", "locality_refit")
+_NEEDS_PROFILE = ("locality", "locality_refit", "locality_adaptive")
 
 
 def _read_policies(ctx: click.Context, param: click.Parameter, value: str) -> tuple[str, ...]:
