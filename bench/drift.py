@@ -166,7 +166,7 @@ def halves(trace: ActivationTrace) -> tuple[ActivationTrace, ActivationTrace]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--policies", default="locality,locality_refit,locality_adaptive,marginal")
+    parser.add_argument("--policies", default="domain,locality,locality_refit,locality_adaptive,marginal")
     parser.add_argument("--trace", choices=TRACES, default="tiny-moe")
     parser.add_argument("--rate", type=float, default=90.0, help="requests a second")
     parser.add_argument("--seed", type=int, default=0)
