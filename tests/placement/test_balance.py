@@ -113,6 +113,13 @@ def test_on_no_case_is_the_busiest_rank_busier_than_where_the_public_eplb_places
     assert worse == []
 
 
+@pytest.mark.parametrize("load", [(1e15, 1e-3, 5), (1e300, 1, 1), (1e6, 1e-12, 1e-12)])
+def test_a_load_that_is_nothing_beside_the_others_is_placed_too(load):
+    placement = balance(np.array([load]), [3, 3])
+    assert placement.replicas.tolist() == [[2, 2, 2]]
+    assert placement.imbalance(np.array([load])).tolist() == [pytest.approx(1)]
+
+
 def test_a_layer_without_load_is_placed_too():
     placement = balance(np.zeros((1, 4)), [3, 3])
     assert placement.replicas.tolist() == [[2, 2, 1, 1]]

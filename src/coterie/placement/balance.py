@@ -40,7 +40,7 @@ def balance(load: Load, slots: Sequence[int]) -> Placement:
     """
     check_load(load)
     _check_slots(slots, load.shape[1], "experts")
-    return _placement(load, [_pack(layer, slots) for layer in load.astype(np.float64)], slots)
+    return _placement([_pack(layer, slots) for layer in load.astype(np.float64)], slots)
 
 
 def balance_by_node(load: Load, slots: Sequence[int], *, groups: int, nodes: int) -> Placement:
@@ -65,7 +65,7 @@ def balance_by_node(load: Load, slots: Sequence[int], *, groups: int, nodes: int
     of_node = [slots[start : start + R // nodes] for start in range(0, R, R // nodes)]
     for some in of_node:
         _check_slots(some, E // nodes, "experts of a node")
-    return _placement(load, [_pack_by_node(layer, of_node, groups) for layer in load.astype(np.float64)], slots)
+    return _placement([_pack_by_node(layer, of_node, groups) for layer in load.astype(np.float64)], slots)
 
 
 def balance_without_replicas(use: Load, ranks: int) -> Placement:
@@ -112,13 +112,16 @@ def _pack_by_node(load: Floats, of_node: Sequence[Sequence[int]], groups: int) -
     return parts
 
 
-def _placement(load: Load, parts: Sequence[Floats], slots: Sequence[int]) -> Placement:
-    """From the parts of each layer, as `_pack` gives them."""
+def _placement(parts: Sequence[Floats], slots: Sequence[int]) -> Placement:
+    """From the parts of each layer, as `_pack` gives them.
+
+    A load that is tiny beside the others is rounded away as it is poured, so shares are of what was poured.
+    """
     rank_of = np.repeat(np.arange(len(slots)), slots)
     experts = np.stack([np.nonzero(~np.isnan(layer))[1] for layer in parts])
     of_slot = np.stack([layer[rank_of, held] for layer, held in zip(parts, experts, strict=True)])
-    whole = np.take_along_axis(load, experts, axis=1)
-    replicas = np.stack([(~np.isnan(layer)).sum(axis=0) for layer in parts])
+    whole = np.take_along_axis(np.nansum(parts, axis=1), experts, axis=1)
+    replicas = (~np.isnan(parts)).sum(axis=1)
     even = 1 / np.take_along_axis(replicas, experts, axis=1)
     return Placement(experts, rank_of, np.divide(of_slot, whole, out=even, where=whole > 0))
 
