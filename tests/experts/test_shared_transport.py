@@ -113,6 +113,33 @@ def test_a_server_that_does_not_reply_costs_the_time_that_was_given(server):
     assert rules.state_of(client._slot.load(Word.STATE)) is State.FREE
 
 
+def test_a_reply_that_cannot_be_read_leaves_the_slot_free(serving, monkeypatch):
+    client = SharedClient(serving.path)
+    with monkeypatch.context() as broken:
+        broken.setattr(client._slot, "read_reply", raises_torn)
+        with pytest.raises(WireError, match="torn"):
+            client.call(request(), timeout_s=5)
+    assert (client.call(request(3), timeout_s=5).sums == 6).all()
+
+
+def raises_torn():
+    raise WireError("torn")
+
+
+def test_a_request_that_was_withdrawn_while_it_was_read_is_none(server, monkeypatch):
+    client = SharedClient(server.path)
+    post(client._slot, request())
+    monkeypatch.setattr(server._slots[0], "read_request", lambda: (rules.withdraw(client._slot, 1), raises_torn()))
+    assert server.step(doubled, 0) == 0
+
+
+def test_a_request_that_is_wanted_and_cannot_be_read_is_an_error(server, monkeypatch):
+    post(SharedClient(server.path)._slot, request())
+    monkeypatch.setattr(server._slots[0], "read_request", raises_torn)
+    with pytest.raises(WireError, match="torn"):
+        server.step(doubled, 0)
+
+
 def test_a_server_that_was_killed_is_found_out_and_its_file_removed_by_the_next():
     process, path = other_process(
         "server = SharedServer(SHAPE, 1); print(server.path, flush=True)\nwhile True: server.step(doubled, 1)"
@@ -149,10 +176,16 @@ def test_a_damaged_file_is_refused(server, tmp_path):
         (data[:100], "100 bytes are no segment"),
         (b"", "empty"),
         (data[:-4096], "bytes for 2 slots"),
+        (data[:16] + bytes(20) + data[36:], "tokens must be from 1"),
     ]:
         (tmp_path / "file").write_bytes(damage)
         with pytest.raises(WireError, match=message):
             SharedClient(tmp_path / "file")
+
+
+def test_a_server_without_slots_is_refused():
+    with pytest.raises(InputError, match="0 slots; need one"):
+        SharedServer(SHAPE, slots=0)
 
 
 def test_a_process_is_alive_until_it_ends_and_known_by_its_start():

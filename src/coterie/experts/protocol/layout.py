@@ -145,15 +145,11 @@ class SlotShape:
             request: what to write.
 
         Raises:
-            InputError: it does not fit the slot, or its arrays do not fit each other.
+            InputError: it does not fit the slot, its arrays do not fit each other, or an expert is out of range.
         """
         tokens, hidden = _rows("request", request.hidden, request.dtype)
-        top_k = request.ids.shape[-1]
-        if request.ids.shape != (tokens, top_k) or request.weights.shape != (tokens, top_k):
-            raise InputError(
-                f"request: ids {request.ids.shape} and weights {request.weights.shape} for {tokens} tokens"
-            )
-        if problem := self._problem(tokens, hidden, top_k, request.layer):
+        top_k = _columns(tokens, request.ids, request.weights)
+        if problem := self._problem(tokens, hidden, top_k, request.layer) or self._strangers(request.ids):
             raise InputError(f"request: {problem}")
         states, ids, weights, _, _ = self._parts
         header = (sequence, request.epoch, request.owner, request.layer, tokens, hidden, top_k, request.dtype)
@@ -174,8 +170,8 @@ class SlotShape:
             raise WireError(f"expert request: {problem}")
         states, ids, weights, _, _ = self._parts
         experts = _array(memory, ids, _INT32, tokens, top_k).copy()
-        if experts.size and (experts + 1).view(np.uint32).max() > self.experts:  # one pass; below -1 is huge there
-            raise WireError(f"expert request: experts {experts.min()} to {experts.max()} of {self.experts}")
+        if problem := self._strangers(experts):
+            raise WireError(f"expert request: {problem}")
         return sequence, Request(
             layer=layer,
             epoch=epoch,
@@ -222,6 +218,12 @@ class SlotShape:
             )
         return None if 0 <= layer < self.layers else f"layer {layer} of {self.layers}"
 
+    def _strangers(self, ids: npt.NDArray[np.int32]) -> str | None:
+        """Which experts the model does not have."""
+        if ids.size and (ids + 1).view(np.uint32).max() > self.experts:  # one pass; below -1 is huge there
+            return f"experts {ids.min()} to {ids.max()} of {self.experts}"
+        return None
+
 
 _INT32, _FLOAT32 = np.dtype("<i4"), np.dtype("<f4")
 
@@ -245,6 +247,15 @@ def _rows(what: str, array: npt.NDArray[Any], dtype: Dtype) -> tuple[int, int]:
     if array.ndim != 2 or array.dtype != dtype.numpy:
         raise InputError(f"{what}: array {array.shape} of {array.dtype}; need [T, H] of {dtype.numpy}")
     return array.shape[0], array.shape[1]
+
+
+def _columns(tokens: int, ids: npt.NDArray[Any], weights: npt.NDArray[Any]) -> int:
+    if ids.ndim != 2 or ids.shape != weights.shape or len(ids) != tokens:
+        raise InputError(f"request: ids {ids.shape} and weights {weights.shape} for {tokens} tokens")
+    if ids.dtype != _INT32 or weights.dtype != _FLOAT32:
+        raise InputError(f"request: ids of {ids.dtype} and weights of {weights.dtype}; need {_INT32} and {_FLOAT32}")
+    top_k: int = ids.shape[1]
+    return top_k
 
 
 def _dtype(code: int) -> Dtype:

@@ -150,11 +150,19 @@ def pick_up(slot: Slot[RequestT, Any]) -> tuple[int, RequestT] | None:
     """Server: sequence number and request, if there is one to answer.
 
     The request may be withdrawn at any time, and another one written over it, so what is read here may be any bytes.
+
+    Raises:
+        WireError: the request cannot be read, and was not withdrawn; the client does not follow these rules.
     """
     word = slot.load(Word.STATE)
     if state_of(word) is not State.READY:
         return None
-    sequence, request = slot.read_request()
+    try:
+        sequence, request = slot.read_request()
+    except WireError:
+        if slot.load(Word.STATE) == word:
+            raise
+        return None
     return (sequence, request) if sequence == sequence_of(word) else None
 
 

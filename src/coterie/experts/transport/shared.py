@@ -73,10 +73,13 @@ class SharedServer:
         slots: how many, so how many clients at a time.
 
     Raises:
+        InputError: there is no slot.
         UnsupportedError: there is too little shared memory, or no atomic operations.
     """
 
     def __init__(self, shape: SlotShape, slots: int) -> None:
+        if slots < 1:
+            raise InputError(f"expert server: {slots} slots; need one for each client, so one at least")
         self._me = own_identity()
         self._file = SharedFile.create(PREFIX, _PAGE + slots * _pages(shape.size))
         self.path = self._file.path
@@ -147,11 +150,21 @@ class SharedClient:
 
         Raises:
             InputError: the request does not fit the slot.
-            EngineError: the server died, or did not reply in time.  The slot can be used again if it lives.
+            EngineError: the server died, or did not reply in time.
+            WireError: the reply cannot be read, or is to another request.
+
+        After each of them the slot can be used again, if the server lives.
         """
         slot = self._open_slot()
         sequence = rules.post(slot, request)
-        self._bell.ring()
+        try:
+            self._bell.ring()
+            return self._await(slot, sequence, timeout_s)
+        except BaseException:  # a time-out, a reply that cannot be read, an interrupt
+            rules.withdraw(slot, sequence)
+            raise
+
+    def _await(self, slot: SharedSlot, sequence: int, timeout_s: float) -> Reply:
         deadline_s = time.monotonic() + timeout_s
         while (left_s := deadline_s - time.monotonic()) > 0:
             reply = slot.bell.wait(lambda: rules.take(slot, sequence), min(left_s, LOOK_S))
@@ -159,7 +172,6 @@ class SharedClient:
                 return reply
             if not is_alive(self._server):
                 raise EngineError(f"expert server {self._path.name} died")
-        rules.withdraw(slot, sequence)
         raise EngineError(f"expert server {self._path.name} did not reply in {timeout_s} s")
 
     def close(self) -> None:
@@ -190,7 +202,10 @@ def _open(path: Path) -> tuple[mmap.mmap, int, SlotShape, int]:
     magic, version, slots, *sizes, server = _HEADER.unpack_from(memory)
     if (magic, version) != (_MAGIC, _VERSION):
         raise WireError(f"expert server {path.name}: {magic!r}, version {version}; need {_MAGIC!r}, version {_VERSION}")
-    shape = SlotShape(*sizes)
+    try:
+        shape = SlotShape(*sizes)
+    except InputError as error:
+        raise WireError(f"expert server {path.name}: {error}") from error
     if len(memory) != _PAGE + slots * _pages(shape.size):
         raise WireError(f"expert server {path.name}: {len(memory)} bytes for {slots} slots of {shape.size}")
     return memory, server, shape, slots
