@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import click
 import msgspec
-from rich.console import Console
 
-from coterie.cli.show import show
+from coterie.cli.show import show, working
 from coterie.files import check_target
 from coterie.report import svg
 from coterie.report.page import write
@@ -68,13 +65,6 @@ def reproduce(
 
 
 def _outcomes(names: tuple[str, ...] | list[str], plan: Plan) -> list[Outcome]:
-    with _status() as tell:
+    with working("reading what was published") as tell:
         bench = Bench(plan, tell)
         return [FIGURES[name](bench) for name in dict.fromkeys(names)]
-
-
-@contextmanager
-def _status() -> Iterator[Callable[[str], None]]:
-    """What is done at present, on stderr if that is a terminal."""
-    with Console(stderr=True).status("") as status:
-        yield status.update

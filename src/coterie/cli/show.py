@@ -1,8 +1,9 @@
-"""Sentences and tables on a terminal."""
+"""What commands say on a terminal: sentences and tables, and what they do at present."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from rich.console import Console
 from rich.table import Table as RichTable
@@ -28,6 +29,20 @@ def show(sentences: Sequence[str], tables: Sequence[Table], width: int) -> None:
         console.print(_rich(table))
         if table.note:
             console.print(printable(table.note), style="dim")
+
+
+@contextmanager
+def working(first: str) -> Iterator[Callable[[str], None]]:
+    """Show what is done at present, on stderr if that is a terminal.
+
+    Args:
+        first: what is done first.
+
+    Yields:
+        What is to be told of each thing that is done next.
+    """
+    with Console(stderr=True).status(first) as status:
+        yield status.update
 
 
 def _rich(table: Table) -> RichTable:

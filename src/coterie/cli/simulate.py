@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import click
 import msgspec
-from rich.console import Console
 
-from coterie.cli.show import show
+from coterie.cli.show import show, working
 from coterie.cli.simulated import Simulated, page, sentences, tables
 from coterie.cli.workloads import Source, made, made_names, model_names, recorded
 from coterie.errors import ConfigError
@@ -182,8 +180,7 @@ def simulate(as_json: bool, html: Path | None, **given: Any) -> None:
     if html:
         svg.check()
         check_target(html, [path for path in (Path(options.workload), options.profile, options.steps) if path])
-    with _status() as tell:
-        tell("reading the workload")
+    with working("reading the workload") as tell:
         found = _Setting.of(options).run_all(tell)
     if html:
         write(html, page(found))
@@ -309,10 +306,3 @@ def _drift(options: _Options) -> Drift | None:
     if options.drifts:
         raise ConfigError("--drift changes the mix; say by --mix what it is before")
     return None
-
-
-@contextmanager
-def _status() -> Iterator[Any]:
-    """What is done at present, on stderr if that is a terminal."""
-    with Console(stderr=True).status("") as status:
-        yield status.update
