@@ -183,6 +183,8 @@ def test_experts_are_placed_on_ranks_by_blocks_or_by_use(capsys):
         (["--html", "a.trace"], 1, "a.trace"),
         (["--model", "qwen"], 1, "--model goes with a workload that is made up (task, language)"),
         (["--policies", "fastest"], 2, "'fastest' is none of round_robin"),
+        (["--policies", "marginal,random,marginal"], 2, "marginal is named 2 times; name each once"),
+        (["--rate", 30], 2, "30.0 is named 2 times; name each once"),
         (["--policies", "locality"], 1, "locality needs --profile"),
         (["--policies", "locality", "--profile", "other.profile", "--topology", "2P4D"], 1, "3 centroids for 4 decode"),
         (["--topology", "2D"], 1, "'2D' is not like 8P16D"),
@@ -193,6 +195,19 @@ def test_experts_are_placed_on_ranks_by_blocks_or_by_use(capsys):
 )
 def test_what_cannot_be_simulated_is_one_message(arguments, status, message, capsys):
     assert run("--rate", 30, *arguments) == status
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--rate", -3], "rate_per_s must be above zero, got -3"),
+        (["--policies", "random,locality", "--profile", "other.profile", "--topology", "2P4D"], "3 centroids for 4"),
+    ],
+)
+def test_what_the_last_run_cannot_do_is_said_before_the_first(arguments, message, monkeypatch, capsys):
+    monkeypatch.setattr("coterie.cli.simulate.run", lambda *_, **__: pytest.fail("a run was made"))
+    assert run("--rate", 30, *arguments) == 1
     assert message in capsys.readouterr().err
 
 

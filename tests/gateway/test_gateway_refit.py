@@ -7,9 +7,9 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
+from bare_profiles import bare_profile
 from stories import Cluster, cluster, eventually, story
 
-from coterie.calibration import Profile
 from coterie.core import ExpertCounts, ModelGeometry
 from coterie.gateway import background
 from coterie.signature import SignatureTransform
@@ -30,10 +30,7 @@ def counts(expert: int) -> ExpertCounts:
 def profile(tmp_path: Path) -> str:
     """Two centroids: of prompts that use expert 0, and of those that use expert 1."""
     file = tmp_path / "profile.safetensors"
-    Profile(
-        "tiny", SignatureTransform(GEOMETRY, (0,), "count"), np.eye(4, dtype=np.float32)[:2], np.array([1, 1]), (),
-        np.zeros((2, 0), np.int64), trace_digest="0" * 64, seed=0, cohesion=1.0,
-    ).save(file)  # fmt: skip
+    bare_profile(SignatureTransform(GEOMETRY, (0,), "count"), np.eye(4, dtype=np.float32)[:2], "tiny").save(file)
     return str(file)
 
 

@@ -10,10 +10,10 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from bare_profiles import bare_profile
 from fake_engine import FakeEngine, Kv, hang, refuse, serve_well
 from stories import Cluster, cluster, configured, eventually, fakes, story
 
-from coterie.calibration import Profile
 from coterie.core import ExpertCounts, ModelGeometry
 from coterie.engines.vllm_nixl import VllmNixl
 from coterie.errors import CoterieError, EngineError, ProfileError
@@ -37,10 +37,7 @@ def profile(tmp_path: Path) -> str:
     transform = SignatureTransform(GEOMETRY, (0, 1), idf=np.ones((2, 4), np.float32))
     centroids = np.stack([transform.apply(counts(expert).counts) for expert in (0, 1)]).astype(np.float32)
     file = tmp_path / "profile.safetensors"
-    Profile(
-        "tiny", transform, centroids, np.array([1, 1]), (), np.zeros((2, 0), np.int64),
-        trace_digest="0" * 64, seed=0, cohesion=1.0,
-    ).save(file)  # fmt: skip
+    bare_profile(transform, centroids, "tiny").save(file)
     return str(file)
 
 

@@ -3,10 +3,10 @@ from itertools import permutations
 
 import numpy as np
 import pytest
+from bare_profiles import bare_profile
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coterie.calibration import Profile
 from coterie.core import ExpertCounts, ModelGeometry, RouteRequest, WorkerState
 from coterie.errors import ConfigError, ProfileError
 from coterie.routing import Locality, Reads, route
@@ -19,17 +19,8 @@ FOUR = tuple(WorkerState(name, name) for name in "abcd")
 
 def profile(clusters=4, idf=(1, 1, 1, 1)):
     """Centroid k is the axis of expert k."""
-    return Profile(
-        model="m",
-        transform=SignatureTransform(GEOMETRY, (0,), idf=np.array([idf], np.float32)),
-        centroids=np.eye(4, dtype=np.float32)[:clusters],
-        sizes=np.ones(clusters, np.int64),
-        label_names=(),
-        label_counts=np.zeros((clusters, 0), np.int64),
-        trace_digest="0" * 32,
-        seed=0,
-        cohesion=1.0,
-    )
+    transform = SignatureTransform(GEOMETRY, (0,), idf=np.array([idf], np.float32))
+    return bare_profile(transform, np.eye(4, dtype=np.float32)[:clusters])
 
 
 def request(*counts, covered=None, geometry=GEOMETRY):

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from bare_profiles import bare_profile
 
-from coterie.calibration import Profile
 from coterie.clock import ManualClock
 from coterie.core import ExpertCounts, ModelGeometry, RouteRequest, WorkerState
 from coterie.errors import ConfigError, ProfileError
@@ -18,19 +18,10 @@ GEOMETRY = ModelGeometry(layers=1, experts=8, top_k=1)
 RNG = np.random.default_rng(0)
 
 
-def profile(clusters, axes=None):
+def profile(clusters):
     """Centroid k is the axis of expert k."""
-    return Profile(
-        model="m",
-        transform=SignatureTransform(GEOMETRY, (0,), idf=np.ones((1, 8), np.float32)),
-        centroids=np.eye(8, dtype=np.float32)[axes or range(clusters)],
-        sizes=np.ones(clusters, np.int64),
-        label_names=(),
-        label_counts=np.zeros((clusters, 0), np.int64),
-        trace_digest="0" * 32,
-        seed=0,
-        cohesion=1.0,
-    )
+    transform = SignatureTransform(GEOMETRY, (0,), idf=np.ones((1, 8), np.float32))
+    return bare_profile(transform, np.eye(8, dtype=np.float32)[:clusters])
 
 
 def asking(expert, other=None, share=0):

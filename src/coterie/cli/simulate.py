@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 import msgspec
@@ -19,7 +20,7 @@ from coterie.files import check_target
 from coterie.placement import Placement
 from coterie.report import svg
 from coterie.report.page import write
-from coterie.routing import DECODE_POLICIES, DEFAULT_TAU, PREFILL_POLICIES, make_policy
+from coterie.routing import DECODE_POLICIES, DEFAULT_TAU, PREFILL_POLICIES, Policy, make_policy
 from coterie.sim import Change, ClusterSpec, Drift, Mix, Stream, parse_topology
 from coterie.sim import simulate as run
 from coterie.sim.cluster import Cluster
@@ -29,7 +30,8 @@ from coterie.sim.timeline import events_of
 
 _PATH = click.Path(path_type=Path, dir_okay=False)
 _WIDTH = 100
-_NEEDS_PROFILE = ("locality", "locality_refit", "locality_adaptive")
+
+_T = TypeVar("_T")
 
 
 def _read_policies(ctx: click.Context, param: click.Parameter, value: str) -> tuple[str, ...]:
@@ -37,7 +39,19 @@ def _read_policies(ctx: click.Context, param: click.Parameter, value: str) -> tu
     for name in names:
         if name not in DECODE_POLICIES:
             raise click.BadParameter(f"{name!r} is none of {', '.join(DECODE_POLICIES)}")
-    return names
+    return _each_once(names)
+
+
+def _read_rates(ctx: click.Context, param: click.Parameter, value: tuple[float, ...]) -> tuple[float, ...]:
+    return _each_once(value)
+
+
+def _each_once(values: tuple[_T, ...]) -> tuple[_T, ...]:
+    """Runs of one policy at one rate are told apart by their seeds alone: one that came again would pass for a seed."""
+    for value, times in Counter(values).items():
+        if times > 1:
+            raise click.BadParameter(f"{value} is named {times} times; name each once")
+    return values
 
 
 def _read_mix(ctx: click.Context, param: click.Parameter, value: str | None) -> Mix | None:
@@ -117,13 +131,24 @@ class _Options:
 
 @click.command()
 @click.option(
-    "--workload", required=True, help=f"A trace of `coterie collect`; or {' or '.join(made_names())}: made up."
+    "--workload",
+    required=True,
+    metavar="TRACE",
+    help=f"A file of `coterie collect`; or {' or '.join(made_names())}, whose requests are made up.",
 )
 @click.option("--model", type=click.Choice(model_names()), help="Of a made-up workload.")
 @click.option(
     "--topology", required=True, metavar="8P16D", help="Prefill and decode workers; 2P4Dx8: groups of 8 ranks."
 )
-@click.option("--rate", "rates", type=float, required=True, multiple=True, help="Requests a second; repeat for more.")
+@click.option(
+    "--rate",
+    "rates",
+    callback=_read_rates,
+    type=float,
+    required=True,
+    multiple=True,
+    help="Requests a second; repeat for more.",
+)
 @click.option(
     "--policies",
     callback=_read_policies,
@@ -175,6 +200,7 @@ def simulate(as_json: bool, html: Path | None, **given: Any) -> None:
 
     Requests are those of a trace, in random order; each uses the experts that were recorded of it.  Without --steps,
     decode steps take as long as those of Qwen3-30B-A3B on an MI300X, which is no figure for another model or machine.
+    Or requests, experts and step times are made up to fit published statistics.
     """
     options = _Options(**given)
     if html:
@@ -194,6 +220,7 @@ def simulate(as_json: bool, html: Path | None, **given: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Setting:
+    streams: tuple[Stream, ...]
     spec: ClusterSpec
     changes: tuple[Change, ...]
     drift: Drift | None
@@ -202,7 +229,8 @@ class _Setting:
 
     @classmethod
     def of(cls, options: _Options) -> _Setting:
-        """Read what the options name, and check that it goes together."""
+        """Read what the options name, and check that it goes together: no run is made before all can be."""
+        streams = tuple(Stream(rate, options.duration_s, options.burstiness) for rate in options.rates)
         topology = parse_topology(options.topology)
         changes = _changes(options, topology)
         groups = max([topology.decode, *(1 + _group_of(name) for name, _ in options.joins)])
@@ -220,7 +248,9 @@ class _Setting:
         )
         if options.placement == "balanced":
             spec = replace(spec, placements=_placements(source, spec))
-        return cls(spec, changes, drift, source, options)
+        for policy in options.policies:
+            _decode(policy, source, spec, options)
+        return cls(streams, spec, changes, drift, source, options)
 
     def run_all(self, tell: Callable[[str], object]) -> Simulated:
         """Every policy at every rate with every seed."""
@@ -229,22 +259,21 @@ class _Setting:
         notes = (*self.source.notes, warm_up) if options.warm_up_s else self.source.notes
         title = f"{options.topology}, {self.source.title}"
         found = Simulated(title, notes, events_of(self.changes, self.drift))
-        for rate in options.rates:
+        for stream in self.streams:
             for policy in options.policies:
                 for seed in range(options.seed, options.seed + options.seeds):
-                    tell(f"{policy} at {rate:g} requests/s, seed {seed}")
-                    self._run(policy, rate, seed, found)
+                    tell(f"{policy} at {stream.rate_per_s:g} requests/s, seed {seed}")
+                    self._run(policy, stream, seed, found)
         return found
 
-    def _run(self, policy: str, rate: float, seed: int, found: Simulated) -> None:
-        options, source, targets = self.options, self.source, self.spec.targets("decode")
-        clusters: list[Cluster] = []
+    def _run(self, policy: str, stream: Stream, seed: int, found: Simulated) -> None:
+        options, clusters = self.options, list[Cluster]()
         row = run(
-            source.population,
-            Stream(rate, options.duration_s, options.burstiness),
+            self.source.population,
+            stream,
             self.spec,
             prefill=make_policy(options.prefill_policy, self.spec.targets("prefill")),
-            decode=make_policy(policy, targets, profile=source.profile, trace=source.trace, tau=options.tau),
+            decode=_decode(policy, self.source, self.spec, options),
             seed=seed,
             drift=self.drift,
             changes=self.changes,
@@ -252,6 +281,11 @@ class _Setting:
             on_end=clusters.append,
         )
         found.add(row, clusters[0])
+
+
+def _decode(name: str, source: Source, spec: ClusterSpec, options: _Options) -> Policy:
+    """A new one for each run, since some keep state."""
+    return make_policy(name, spec.targets("decode"), profile=source.profile, trace=source.trace, tau=options.tau)
 
 
 def _placements(source: Source, spec: ClusterSpec) -> tuple[Placement, ...]:
@@ -262,7 +296,7 @@ def _placements(source: Source, spec: ClusterSpec) -> tuple[Placement, ...]:
 
 
 def _source(options: _Options, groups: int) -> Source:
-    wanting = [policy for policy in options.policies if policy in _NEEDS_PROFILE]
+    wanting = [policy for policy in options.policies if policy.startswith("locality")]
     if options.placement == "balanced":
         wanting.append("--placement balanced")
     if options.workload in made_names():
