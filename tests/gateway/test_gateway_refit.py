@@ -7,9 +7,9 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
-from bare_profiles import bare_profile
 from stories import Cluster, cluster, eventually, story
 
+from bare_profiles import bare_profile
 from coterie.core import ExpertCounts, ModelGeometry
 from coterie.gateway import background
 from coterie.signature import SignatureTransform

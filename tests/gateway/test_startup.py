@@ -10,10 +10,10 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from bare_profiles import bare_profile
 from fake_engine import FakeEngine, Kv, hang, refuse, serve_well
 from stories import Cluster, cluster, configured, eventually, fakes, story
 
+from bare_profiles import bare_profile
 from coterie.core import ExpertCounts, ModelGeometry
 from coterie.engines.vllm_nixl import VllmNixl
 from coterie.errors import CoterieError, EngineError, ProfileError

@@ -3,10 +3,10 @@ from itertools import permutations
 
 import numpy as np
 import pytest
-from bare_profiles import bare_profile
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bare_profiles import bare_profile
 from coterie.core import ExpertCounts, ModelGeometry, RouteRequest, WorkerState
 from coterie.errors import ConfigError, ProfileError
 from coterie.routing import Locality, Reads, route

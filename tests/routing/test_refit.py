@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from bare_profiles import bare_profile
 
+from bare_profiles import bare_profile
 from coterie.clock import ManualClock
 from coterie.core import ExpertCounts, ModelGeometry, RouteRequest, WorkerState
 from coterie.errors import ConfigError, ProfileError

@@ -13,7 +13,7 @@ from coterie.routing.background import TICK_S, Background, Job
 from coterie.routing.band import DEFAULT_TAU
 from coterie.routing.domain import Domain
 from coterie.routing.filters import STALE_AFTER, Filter, KvHeadroom, no_queue
-from coterie.routing.ledger import Lease, LeaseTotals, Ledger, Watcher
+from coterie.routing.ledger import Lease, LeaseTotals, Ledger, Load, Others, Watcher
 from coterie.routing.load import LeastLoad, PowerOfTwo, Random, RoundRobin
 from coterie.routing.locality import Locality, groups_of
 from coterie.routing.marginal import Marginal
@@ -38,10 +38,12 @@ __all__ = [
     "LeaseTotals",
     "LeastLoad",
     "Ledger",
+    "Load",
     "Locality",
     "LocalityRefit",
     "Marginal",
     "OnMismatch",
+    "Others",
     "Policy",
     "PowerOfTwo",
     "Prefix",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from types import TracebackType
@@ -82,6 +82,42 @@ class LeaseTotals:
     released: int
 
 
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What one or several ledgers hold of a worker; the fields are those of `WorkerState`."""
+
+    requests: int = 0
+    tokens: int = 0
+    assigned: int = 0
+
+
+class Others(Protocol):
+    """Ledgers that lease the same workers: what they hold together, and where they are shown what this one holds.
+
+    Positions are those of the names last given to `attach`.
+    """
+
+    def attach(self, names: Sequence[str]) -> None:
+        """These are the workers from now on; `changed` gives what others hold of each that is not `Load()`."""
+        ...
+
+    def changed(self) -> Iterable[tuple[int, Load]]:
+        """Positions where the others together hold something else than at the last call, and what."""
+        ...
+
+    def show(self, position: int, own: Load) -> None:
+        """This ledger now holds as much of a worker."""
+        ...
+
+    def remember(self, session: str, worker: str) -> None:
+        """A conversation's last turn went to this worker."""
+        ...
+
+    def recall(self, session: str) -> str | None:
+        """The worker of a conversation's last turn, whichever ledger gave it; None where it is not known."""
+        ...
+
+
 class Ledger:
     """Counts the requests and tokens that each worker holds.
 
@@ -91,18 +127,30 @@ class Ledger:
     - a worker's `requests` and `tokens` are the number and the sum of its leases that are held;
     - `assigned` grows with each lease, over all workers, and never falls.
 
+    With `others` states show what all hold, as of the last call of `states`; leases and totals stay this one's own.
+    `assigned` then counts on from the greatest number seen (Lamport, "Time, Clocks, and the Ordering of Events in a
+    Distributed System", 1978): two ledgers may give the same number at once, and agree on all that went before.
+
     Not thread-safe: it belongs to one event loop.
 
     Args:
         targets: the workers at the start, in the order of the profile's centroids; they hold nothing yet.
         clock: tells a watcher when; the simulator's own in simulations.
         sessions: conversations whose worker is remembered; the one that had no turn for longest is forgotten.
+        others: ledgers of the same workers, which then remember conversations for it too; None where there are none.
 
     Raises:
         InputError: no targets, two of one name, or one that holds something.
     """
 
-    def __init__(self, targets: Sequence[WorkerState], clock: Clock | None = None, *, sessions: int = 0) -> None:
+    def __init__(
+        self,
+        targets: Sequence[WorkerState],
+        clock: Clock | None = None,
+        *,
+        sessions: int = 0,
+        others: Others | None = None,
+    ) -> None:
         _check_targets(targets)
         self._clock = clock or SystemClock()
         self._watcher: Watcher | None = None
@@ -115,11 +163,17 @@ class Ledger:
         self._sessions: OrderedDict[str, str] = OrderedDict()
         self._most_sessions = sessions
         self._stale_s: dict[int, float] = {}  # when what a worker said is too old
+        self._others = others
+        self._beyond = [Load()] * len(targets)  # what of the states is the others'
+        if others is not None:
+            others.attach([target.name for target in targets])
 
     def states(self) -> tuple[WorkerState, ...]:
         """All workers as they are now, in the order of `targets`; later changes do not show in it."""
         if self._stale_s:
             self._forget(self._clock.now())
+        if self._others is not None:
+            self._take_in(self._others)
         return tuple(self._states)
 
     @property
@@ -157,7 +211,10 @@ class Ledger:
 
     def recall(self, request: RouteRequest) -> RouteRequest:
         """The request, with the worker of its conversation's last turn if that is known."""
-        holder = self._sessions.get(request.session) if request.session is not None else None
+        if request.session is None:
+            return request
+        recall = self._sessions.get if self._others is None else self._others.recall
+        holder = recall(request.session)
         return request if holder is None else replace(request, holder=holder)
 
     def held(self, worker: str) -> tuple[RouteRequest, ...]:
@@ -167,6 +224,10 @@ class Ledger:
             InputError: no worker has this name.
         """
         return tuple(lease.request for lease in self._held[self._position(worker)])
+
+    def own(self) -> dict[str, Load]:
+        """What this ledger itself holds, by worker name."""
+        return {name: self._own(i) for name, i in self._index.items()}
 
     def set_available(self, worker: str, available: bool) -> None:
         """Say whether a worker can take requests; those it holds stay counted until they are released.
@@ -207,8 +268,29 @@ class Ledger:
             tokens=state.tokens + sign * (request.prompt_tokens + request.output_tokens),
             assigned=assigned,
         )
+        if self._others is not None:
+            self._others.show(i, self._own(i))
+
+    def _own(self, i: int) -> Load:
+        state, beyond = self._states[i], self._beyond[i]
+        return Load(state.requests - beyond.requests, state.tokens - beyond.tokens, state.assigned)
+
+    def _take_in(self, others: Others) -> None:
+        for i, load in others.changed():
+            state, before = self._states[i], self._beyond[i]
+            self._states[i] = replace(
+                state,
+                requests=state.requests + load.requests - before.requests,
+                tokens=state.tokens + load.tokens - before.tokens,
+                assigned=max(state.assigned, load.assigned),
+            )
+            self._beyond[i] = load
+            self._sequence = max(self._sequence, load.assigned)
 
     def _remember(self, session: str, worker: str) -> None:
+        if self._others is not None:
+            self._others.remember(session, worker)
+            return
         self._sessions[session] = worker
         self._sessions.move_to_end(session)
         if len(self._sessions) > self._most_sessions:

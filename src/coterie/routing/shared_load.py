@@ -1,0 +1,185 @@
+"""Load that several gateway processes of one host share: each writes a row of its own and adds up those of the others.
+
+A row is a directory of workers that only grows, and two words of 64 bits for each: its load, and its last assignment.
+A word is written and read whole, so nobody ever sees half of a change, and no lock can stay with who was killed.
+
+    head         life << 32 | workers in the row
+    keys[s]      worker in slot s: 64 bits of a hash of its identity
+    loads[s]     requests << 40 | tokens: sums of such words are words of the sums
+    assigned[s]  sequence number of the last assignment
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from coterie.errors import InputError
+from coterie.routing.ledger import Load
+
+MOST_ROWS = 64
+MOST_WORKERS = 1023
+"""Different workers of a role in a process's life: slots are not used again, so that none is ever mistaken."""
+
+_Words = npt.NDArray[np.uint64]
+_SLOTS = MOST_WORKERS + 1  # the last one is always empty: where those look who do not find a worker
+_HEAD, _KEYS, _LOADS, _ASSIGNED = range(4)
+_ROW_BYTES = 4 * _SLOTS * 8
+_ROLES = 2
+_TOKEN_BITS = 40
+_MOST_TOKENS = (1 << _TOKEN_BITS) // MOST_ROWS - 1
+_NAME_BITS = 24
+
+
+class Board:
+    """Rows of load of one gateway, and its conversations, in memory that its processes share.
+
+    A conversation is one word, `hash of its name << 24 | hash of its worker`, at a place that its name's hash tells;
+    any process may write it.  Two conversations of one place displace each other, and a lost or mistaken one costs a
+    cache hit and nothing else.
+
+    Args:
+        memory: at least `size(rows, sessions)` bytes, at first zero.
+        rows: one for each process, 1 to 64.
+        sessions: conversations that are to be remembered; there are four places for each.
+
+    Raises:
+        InputError: a number is out of range.
+    """
+
+    def __init__(self, memory: mmap.mmap | bytearray, rows: int, sessions: int = 0) -> None:
+        words = np.frombuffer(memory, np.uint64, self.size(rows, sessions) // 8)
+        loads = _ROLES * rows * _ROW_BYTES // 8
+        self._rows = words[:loads].reshape(_ROLES, rows, 4, _SLOTS)
+        self._sessions = words[loads:]
+
+    @staticmethod
+    def size(rows: int, sessions: int = 0) -> int:
+        """Bytes that it needs."""
+        if not 1 <= rows <= MOST_ROWS or sessions < 0:
+            raise InputError(f"board: {rows} rows, {sessions} sessions; need 1 to {MOST_ROWS}, and 0 or more")
+        return rows * _ROLES * _ROW_BYTES + 4 * sessions * 8
+
+    def row(self, role: int, row: int, identity: Callable[[str], str] = str) -> SharedLoad:
+        """The view of one process.
+
+        Args:
+            role: 0 or 1: prefill workers or decode workers.
+            row: whose.
+            identity: what a worker of this name is called by all, such as its URL.
+        """
+        return SharedLoad(self._rows[role], self._sessions, row, identity)
+
+    def clear(self, row: int) -> None:
+        """Take back all that a process held: it is dead, and nobody else writes its row."""
+        for words in self._rows[:, row]:
+            words[_LOADS] = 0
+            words[_HEAD, 0] = ((int(words[_HEAD, 0]) >> 32) + 1) << 32
+
+
+class SharedLoad:
+    """What the other rows of one role hold, and the row of this process; see `Others`.  Made by `Board.row`."""
+
+    def __init__(self, rows: _Words, sessions: _Words, row: int, identity: Callable[[str], str]) -> None:
+        self._rows = rows
+        self._words = rows.reshape(-1)
+        self._mine = rows[row]
+        self._row = row
+        self._sessions = sessions
+        self._identity = identity
+        self._slots: dict[int, int] = {}
+        self.attach(())
+
+    def attach(self, names: Sequence[str]) -> None:
+        """See `Others.attach`.
+
+        Raises:
+            InputError: this process had more than `MOST_WORKERS` workers of this role in its life.
+        """
+        keys = [_hash(self._identity(name)) for name in names]
+        if len(self._slots.keys() | keys) > MOST_WORKERS:
+            raise InputError(f"board: more than {MOST_WORKERS} workers in a process's life; restart the gateway")
+        for key in keys:
+            self._enter(key)
+        self._keys = keys
+        self._names = {key & ((1 << _NAME_BITS) - 1): name for key, name in zip(keys, names, strict=True)}
+        self._places = [self._slots[key] for key in keys]
+        self._heads: _Words = np.zeros(0, np.uint64)  # unlike any: look all workers up again
+        self._loads = np.zeros(len(names), np.uint64)
+        self._assigned = np.zeros(len(names), np.uint64)
+
+    def changed(self) -> Iterator[tuple[int, Load]]:
+        """See `Others.changed`."""
+        loads, assigned = self._sums()
+        for i in np.flatnonzero((loads != self._loads) | (assigned != self._assigned)).tolist():
+            yield i, _load(int(loads[i]), int(assigned[i]))
+        self._loads, self._assigned = loads, assigned
+
+    def show(self, position: int, own: Load) -> None:
+        """See `Others.show`; a sum of more than 2^34 - 1 tokens is shown as that."""
+        slot = self._places[position]
+        self._mine[_LOADS, slot] = own.requests << _TOKEN_BITS | min(own.tokens, _MOST_TOKENS)
+        self._mine[_ASSIGNED, slot] = own.assigned
+
+    def remember(self, session: str, worker: str) -> None:
+        """See `Others.remember`."""
+        if len(self._sessions):
+            place, mark = self._find(session)
+            self._sessions[place] = mark | _hash(self._identity(worker)) & ((1 << _NAME_BITS) - 1)
+
+    def recall(self, session: str) -> str | None:
+        """See `Others.recall`."""
+        if not len(self._sessions):
+            return None
+        place, mark = self._find(session)
+        word = int(self._sessions[place])
+        worker = word & ((1 << _NAME_BITS) - 1)
+        return self._names.get(worker) if word - worker == mark else None
+
+    def _find(self, session: str) -> tuple[int, int]:
+        name = _hash(session)
+        return name % len(self._sessions), name >> _NAME_BITS << _NAME_BITS
+
+    def _enter(self, key: int) -> None:
+        if key in self._slots:
+            return
+        slot = self._slots[key] = len(self._slots)
+        self._mine[_KEYS, slot] = key
+        self._mine[_LOADS, slot] = self._mine[_ASSIGNED, slot] = 0
+        self._mine[_HEAD, 0] += np.uint64(1)  # last: until now nobody looks there
+
+    def _sums(self) -> tuple[_Words, _Words]:
+        """Sums of load words and greatest assignments of the others, by position."""
+        while True:
+            heads = self._rows[:, _HEAD, 0].copy()
+            if not np.array_equal(heads, self._heads):
+                self._look_up(heads)
+            loads = self._words.take(self._load_at).sum(axis=0, dtype=np.uint64)
+            assigned = self._words.take(self._assigned_at).max(axis=0, initial=0)
+            if np.array_equal(heads, self._rows[:, _HEAD, 0]):  # else a slot may have become another worker's meanwhile
+                return loads, assigned
+
+    def _look_up(self, heads: _Words) -> None:
+        """Find this process's workers in the rows of the others."""
+        self._heads = heads
+        slots = np.full((len(heads), len(self._keys)), _SLOTS - 1)
+        for row, head in enumerate(heads.tolist()):
+            if row != self._row:
+                known = self._rows[row, _KEYS, : head & 0xFFFFFFFF].tolist()
+                place = {key: slot for slot, key in enumerate(known)}
+                slots[row] = [place.get(key, _SLOTS - 1) for key in self._keys]
+        start = np.arange(len(heads))[:, None] * (4 * _SLOTS)
+        self._load_at = start + _LOADS * _SLOTS + slots
+        self._assigned_at = start + _ASSIGNED * _SLOTS + slots
+
+
+def _load(word: int, assigned: int) -> Load:
+    return Load(word >> _TOKEN_BITS, word & ((1 << _TOKEN_BITS) - 1), assigned)
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
