@@ -76,7 +76,7 @@ class Watcher(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LeaseTotals:
-    """Leases of one worker since the start: `given == released + requests in flight`."""
+    """Leases of one worker since it came: `given == released + requests in flight`."""
 
     given: int
     released: int
@@ -125,7 +125,8 @@ class Ledger:
     late, whereas polls are seconds old and send bursts to one worker.  Invariants, after every call:
 
     - a worker's `requests` and `tokens` are the number and the sum of its leases that are held;
-    - `assigned` grows with each lease, over all workers, and never falls.
+    - `assigned` grows with each lease, over all workers, and never falls;
+    - the policy that is followed was told of all held leases of the present targets, and of no others.
 
     With `others` states show what all hold, as of the last call of `states`; leases and totals stay this one's own.
     `assigned` then counts on from the greatest number seen (Lamport, "Time, Clocks, and the Ordering of Events in a
@@ -163,13 +164,14 @@ class Ledger:
         self._sessions: OrderedDict[str, str] = OrderedDict()
         self._most_sessions = sessions
         self._stale_s: dict[int, float] = {}  # when what a worker said is too old
+        self._targets = len(self._states)  # the others, behind them, are leaving
         self._others = others
         self._beyond = [Load()] * len(targets)  # what of the states is the others'
         if others is not None:
             others.attach([target.name for target in targets])
 
     def states(self) -> tuple[WorkerState, ...]:
-        """All workers as they are now, in the order of `targets`; later changes do not show in it."""
+        """All workers as they are now, in the order of `targets`, those that are leaving last; a snapshot."""
         if self._stale_s:
             self._forget(self._clock.now())
         if self._others is not None:
@@ -188,8 +190,42 @@ class Ledger:
         """
         self._watcher = policy if isinstance(policy, Watcher) else None
         if self._watcher is not None:
-            for lease in sorted((lease for held in self._held for lease in held), key=attrgetter("sequence")):
+            held = (lease for leases in self._held[: self._targets] for lease in leases)
+            for lease in sorted(held, key=attrgetter("sequence")):
                 self._watcher.leased(lease, self._clock.now())
+
+    def retarget(self, targets: Sequence[WorkerState], policy: object) -> None:
+        """Change the workers, and follow a policy made for them, from one call to the next.
+
+        Those that stay, or come back before they were forgotten, keep what they hold and what is known of them; new
+        ones hold nothing.  Those that are no longer targets are leaving: they are not available, and what they hold
+        counts, but for no policy, until it is released.
+
+        Args:
+            targets: the workers from now on, in the order of the profile's centroids.
+            policy: see `follow`.
+
+        Raises:
+            InputError: as for the first targets; nothing has changed.
+        """
+        _check_targets(targets)
+        known = {name: self._without_others(i) for name, i in self._index.items()}
+        states = [known.pop(target.name, target) for target in targets]
+        self._place([*states, *(replace(state, available=False) for state in known.values())])
+        self._targets = len(targets)
+        self.follow(policy)
+
+    def forget(self, worker: str) -> None:
+        """Forget a worker that is leaving and holds nothing.
+
+        Raises:
+            InputError: no worker has this name, it is a target, or it holds requests.
+        """
+        i = self._position(worker)
+        if i < self._targets or self._held[i]:
+            what = "is a target" if i < self._targets else f"holds {len(self._held[i])} requests"
+            raise InputError(f"ledger: worker {worker} {what} and cannot be forgotten")
+        self._place([self._without_others(j) for j in range(len(self._states)) if j != i])
 
     def lease(self, worker: str, request: RouteRequest) -> Lease:
         """Assign a request: count it and its prompt plus expected output tokens.
@@ -205,7 +241,7 @@ class Ledger:
         if request.session is not None:
             self._remember(request.session, worker)
         self._count(i, request, +1, assigned=self._sequence)
-        if self._watcher is not None:
+        if self._watcher is not None and i < self._targets:
             self._watcher.leased(lease, self._clock.now())
         return lease
 
@@ -249,7 +285,7 @@ class Ledger:
         self._stale_s[i] = self._clock.now() + good_for_s
 
     def totals(self) -> dict[str, LeaseTotals]:
-        """Leases given and released since the start, by worker name."""
+        """Leases given and released since the start or since the worker came, by worker name."""
         return {name: LeaseTotals(self._given[i], self._released[i]) for name, i in self._index.items()}
 
     def _release(self, lease: Lease, served: Served | None) -> None:
@@ -257,7 +293,7 @@ class Ledger:
         del self._held[i][lease]
         self._released[i] += 1
         self._count(i, lease.request, -1, assigned=self._states[i].assigned)
-        if self._watcher is not None:
+        if self._watcher is not None and i < self._targets:
             self._watcher.released(lease, served, self._clock.now())
 
     def _count(self, i: int, request: RouteRequest, sign: int, *, assigned: int) -> None:
@@ -275,6 +311,10 @@ class Ledger:
         state, beyond = self._states[i], self._beyond[i]
         return Load(state.requests - beyond.requests, state.tokens - beyond.tokens, state.assigned)
 
+    def _without_others(self, i: int) -> WorkerState:
+        own = self._own(i)
+        return replace(self._states[i], requests=own.requests, tokens=own.tokens)
+
     def _take_in(self, others: Others) -> None:
         for i, load in others.changed():
             state, before = self._states[i], self._beyond[i]
@@ -286,6 +326,19 @@ class Ledger:
             )
             self._beyond[i] = load
             self._sequence = max(self._sequence, load.assigned)
+
+    def _place(self, states: list[WorkerState]) -> None:
+        """Let `states`, of this ledger's own load, be the workers, each with what was kept for its name."""
+        if self._others is not None:
+            self._others.attach([state.name for state in states])
+        before = [self._index.get(state.name) for state in states]
+        self._states = states
+        self._beyond = [Load()] * len(states)
+        self._held = [{} if i is None else self._held[i] for i in before]
+        self._released = [0 if i is None else self._released[i] for i in before]
+        self._given = [0 if i is None else self._given[i] for i in before]
+        self._stale_s = {i: self._stale_s[b] for i, b in enumerate(before) if b is not None and b in self._stale_s}
+        self._index = {state.name: i for i, state in enumerate(states)}
 
     def _remember(self, session: str, worker: str) -> None:
         if self._others is not None:
