@@ -6,7 +6,7 @@ import pytest
 
 from coterie.calibration import fit
 from coterie.cli import main
-from coterie.routing import DECODE_POLICIES
+from coterie.routing import DECODE_POLICIES, make_policy
 from made_traces import domains_differ
 
 
@@ -209,6 +209,18 @@ def test_what_the_last_run_cannot_do_is_said_before_the_first(arguments, message
     monkeypatch.setattr("coterie.cli.simulate.run", lambda *_, **__: pytest.fail("a run was made"))
     assert run("--rate", 30, *arguments) == 1
     assert message in capsys.readouterr().err
+
+
+def test_the_refit_window_is_the_policys(monkeypatch, capsys):
+    made = []
+
+    def noted(*given, **named):
+        made.append(named)
+        return make_policy(*given, **named)
+
+    monkeypatch.setattr("coterie.cli.simulate.make_policy", noted)
+    assert run("--rate", 30, "--policies", "locality_refit", "--profile", "other.profile", "--refit-window-s", 2.5) == 0
+    assert {named["refit_window_s"] for named in made if "refit_window_s" in named} == {2.5}
 
 
 @pytest.mark.parametrize("policy", [name for name in DECODE_POLICIES if name.startswith("locality")])

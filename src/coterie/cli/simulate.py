@@ -20,7 +20,7 @@ from coterie.files import check_target
 from coterie.placement import Placement
 from coterie.report import svg
 from coterie.report.page import write
-from coterie.routing import DECODE_POLICIES, DEFAULT_TAU, PREFILL_POLICIES, Policy, make_policy
+from coterie.routing import DECODE_POLICIES, DEFAULT_TAU, DEFAULT_WINDOW_S, PREFILL_POLICIES, Policy, make_policy
 from coterie.sim import Change, ClusterSpec, Drift, Mix, Stream, parse_topology
 from coterie.sim import simulate as run
 from coterie.sim.cluster import Cluster
@@ -112,6 +112,7 @@ class _Options:
     prefill_policy: str
     profile: Path | None
     tau: float
+    refit_window_s: float
     steps: Path | None
     output_tokens: int | None
     duration_s: float
@@ -159,6 +160,13 @@ class _Options:
 @click.option("--prefill-policy", type=click.Choice(PREFILL_POLICIES), default="prefix", show_default=True)
 @click.option("--profile", type=_PATH, help="Profile for locality; as many clusters as decode workers.")
 @click.option("--tau", type=float, default=DEFAULT_TAU, show_default=True, help="Width of the locality band.")
+@click.option(
+    "--refit-window-s",
+    type=float,
+    default=DEFAULT_WINDOW_S,
+    show_default=True,
+    help="How far back requests are that locality_refit and locality_adaptive refit to.",
+)
 @click.option("--steps", type=_PATH, metavar="CSV", help="Measured decode steps of your engine, to take times from.")
 @click.option("--output-tokens", type=click.IntRange(1), help="Of every request.  [default: as recorded]")
 @click.option("--duration-s", type=float, default=120.0, show_default=True, help="For how long requests arrive.")
@@ -285,7 +293,14 @@ class _Setting:
 
 def _decode(name: str, source: Source, spec: ClusterSpec, options: _Options) -> Policy:
     """A new one for each run, since some keep state."""
-    return make_policy(name, spec.targets("decode"), profile=source.profile, trace=source.trace, tau=options.tau)
+    return make_policy(
+        name,
+        spec.targets("decode"),
+        profile=source.profile,
+        trace=source.trace,
+        tau=options.tau,
+        refit_window_s=options.refit_window_s,
+    )
 
 
 def _placements(source: Source, spec: ClusterSpec) -> tuple[Placement, ...]:
