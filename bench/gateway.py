@@ -51,7 +51,7 @@ class Load:
     token_us: int
 
 
-ONE_TOKEN = [Load("one token, c=2", "one.json", 2, 4000, 0), Load("one token, c=32", "one.json", 32, 10000, 0)]
+TWO_TOKENS = [Load("two tokens, c=2", "whole.json", 2, 4000, 0), Load("two tokens, c=32", "whole.json", 32, 10000, 0)]
 STREAMS = [Load("64 streams", "stream.json", 64, 128, 20000), Load("512 streams", "stream.json", 512, 1024, 20000)]
 
 
@@ -156,7 +156,7 @@ def measure(folder: Path, load: Load, port: int, pid: int | None) -> dict[str, f
 
 
 def run_round(folder: Path, contenders: list[str], router: str | None) -> Iterator[tuple[str, str, dict[str, float]]]:
-    for loads in (ONE_TOKEN, STREAMS):
+    for loads in (TWO_TOKENS, STREAMS):
         with workers(folder, loads[0].token_us) as ports:
             for contender in contenders:
                 if contender == "direct":

@@ -13,7 +13,15 @@ from hypothesis import strategies as st
 
 from coterie import wire
 from coterie.core import ExpertCounts, ModelGeometry, Reading
-from coterie.engines.vllm_nixl import CHAT, COMPLETIONS, VllmNixl, kv_transfer_config
+from coterie.engines.vllm_nixl import (
+    CHAT,
+    COMPLETIONS,
+    GENERATE,
+    MESSAGES,
+    RESPONSES,
+    VllmNixl,
+    kv_transfer_config,
+)
 from coterie.errors import EngineError, RequestError, WireError
 
 engine = VllmNixl()
@@ -99,10 +107,102 @@ def test_the_prefill_body_has_one_token_whatever_limits_the_client_set() -> None
     call = engine.parse(CHAT, json.dumps(body).encode())
     sent = json.loads(engine.prefill_body(call))
     assert sent.pop("kv_transfer_params")["do_remote_decode"] is True
-    assert sent == {"messages": [], "max_tokens": 1, "max_completion_tokens": 1, "stream": False, "n": 1, "tools": [1]}
+    assert sent == {
+        "messages": [],
+        "max_tokens": 1,
+        "max_completion_tokens": 1,
+        "min_tokens": 1,
+        "min_completion_tokens": 1,
+        "stream": False,
+        "n": 1,
+        "tools": [1],
+    }
     assert call.stream
     assert call.output_tokens == 8
     assert "max_completion_tokens" not in json.loads(engine.prefill_body(engine.parse(COMPLETIONS, b'{"prompt": "x"}')))
+
+
+@pytest.mark.parametrize(("asked", "sent"), [("0", "0"), ("null", "null"), ("1", "1"), ("7", "1")])
+def test_a_first_token_that_may_not_end_the_output_may_not_end_it_at_the_prefill_server(asked: str, sent: str) -> None:
+    call = engine.parse(COMPLETIONS, f'{{"prompt": "x", "max_tokens": 9, "min_tokens": {asked}}}'.encode())
+    assert json.loads(engine.prefill_body(call))["min_tokens"] == json.loads(sent)
+
+
+def test_what_shapes_the_prompt_or_the_first_token_goes_to_both_servers() -> None:
+    shaping = {"stop": ["x"], "ignore_eos": True, "truncate_prompt_tokens": 5, "seed": 3, "logprobs": 2}
+    call = engine.parse(COMPLETIONS, json.dumps({"prompt": "x", "max_tokens": 9, **shaping}).encode())
+    sent = json.loads(engine.prefill_body(call))
+    assert {name: sent[name] for name in shaping} == shaping
+
+
+@pytest.mark.parametrize(
+    ("path", "limits", "only", "limit"),
+    [
+        (COMPLETIONS, {"max_tokens": 1}, True, 1),
+        (COMPLETIONS, {"max_tokens": 0, "echo": True}, True, 0),
+        (COMPLETIONS, {"max_tokens": 1, "n": 2}, True, 1),
+        (COMPLETIONS, {"max_tokens": 2}, False, 2),
+        (COMPLETIONS, {"max_tokens": 9, "max_completion_tokens": 1}, False, 9),  # vLLM reads it for chats only
+        (CHAT, {"max_tokens": 9, "max_completion_tokens": 1}, True, 1),
+        (CHAT, {"max_tokens": 1, "max_completion_tokens": None}, True, 1),
+        (CHAT, {}, False, None),
+        (GENERATE, {"sampling_params": {"max_tokens": 1}}, True, 1),
+        (GENERATE, {"sampling_params": {}, "max_tokens": 1}, False, None),
+        (RESPONSES, {"max_output_tokens": 1}, False, 1),
+        (MESSAGES, {"max_tokens": 1}, False, 1),
+    ],
+)
+def test_an_answer_of_one_token_needs_the_prefill_server_alone(
+    path: str, limits: dict[str, object], only: bool, limit: int | None
+) -> None:
+    call = engine.parse(path, json.dumps(limits).encode())
+    assert (call.prefill_only, call.output_tokens) == (only, limit)
+
+
+def test_token_ids_are_split_by_their_sampling_fields() -> None:
+    sampling = {"max_tokens": 9, "min_tokens": 2, "temperature": 0.5, "new": [1], "extra_args": {"a": 1}}
+    smuggled = {**sampling, "extra_args": {"a": 1, "kv_transfer_params": {"do_remote_prefill": True}}}
+    body = {"token_ids": [5, 6], "stream": True, "stream_options": {}, "sampling_params": smuggled, "new": 2}
+    call = engine.parse(GENERATE, json.dumps(body).encode())
+    assert (call.output_tokens, call.prompt, call.undividable) == (9, b"[5, 6]", None)
+    assert json.loads(engine.decode_body(call, None)) == {**body, "sampling_params": sampling}
+    sent = json.loads(engine.prefill_body(call))
+    assert sent.pop("kv_transfer_params")["do_remote_decode"] is True
+    cut = {**sampling, "max_tokens": 1, "min_tokens": 1, "n": 1}
+    assert sent == {"token_ids": [5, 6], "stream": False, "sampling_params": cut, "new": 2}
+    several = engine.parse(GENERATE, b'{"token_ids": [1], "sampling_params": {"n": 2}}')
+    assert several.undividable == "n > 1"
+    with pytest.raises(RequestError, match="sampling_params: must be an object"):
+        engine.parse(GENERATE, b'{"token_ids": [1]}')
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, GENERATE, RESPONSES, MESSAGES])
+def test_the_experts_of_each_token_are_refused_by_name(path: str) -> None:
+    for asked in ({"routed_experts_prompt_start": 0}, {"return_routed_experts": True}):
+        for body in (asked, {"sampling_params": asked}) if path == GENERATE else (asked,):
+            with pytest.raises(RequestError, match="split servers cannot return the experts") as refused:
+                engine.parse(path, json.dumps(body).encode())
+            assert refused.value.param in asked
+    unasked = {"routed_experts_prompt_start": None, "return_routed_experts": False, "sampling_params": {}}
+    engine.parse(path, json.dumps(unasked).encode())
+
+
+@pytest.mark.parametrize(
+    ("choices", "params", "expected"),
+    [
+        ([{"finish_reason": "length"}], {"a": 1}, (True, False)),
+        ([{"finish_reason": "stop"}], {"a": 1}, (True, True)),
+        ([{"finish_reason": "stop"}], None, (False, True)),
+        ([{"finish_reason": "length"}], None, (False, False)),
+        ([{"finish_reason": "abort"}], None, (False, False)),
+        ([], {"a": 1}, (True, False)),
+    ],
+)
+def test_a_prefill_reply_says_what_waits_and_whether_all_is_said(
+    choices: list[dict[str, str]], params: dict[str, int] | None, expected: tuple[bool, bool]
+) -> None:
+    read = engine.prefilled(json.dumps({"choices": choices, "kv_transfer_params": params}).encode())
+    assert (read.handoff is not None, read.ended) == expected
 
 
 def test_a_release_is_the_prefill_body_with_the_handoff() -> None:
@@ -162,6 +262,8 @@ def test_a_reply_without_a_handoff_is_an_engine_error(reply: bytes) -> None:
         ({"best_of": 3}, "best_of > 1"),
         ({"use_beam_search": True}, "beam search"),
         ({"prompt_logprobs": 0}, "prompt_logprobs"),
+        ({"truncate_prompt_tokens": -1}, "truncate_prompt_tokens < 0"),
+        ({"truncate_prompt_tokens": 8}, None),
         ({"echo": True}, "echo"),
         ({"prompt": ["a", "b"]}, "several prompts in one request"),
         ({"prompt": [[1, 2], [3]]}, "several prompts in one request"),

@@ -7,7 +7,7 @@ import json
 
 import numpy as np
 import pytest
-from fake_engine import JSON, garbage, hang, refuse, reset, serve_well, when
+from fake_engine import JSON, garbage, hang, refuse, reset, serve_well
 from stories import COMPLETIONS, cluster, eventually, story
 
 from coterie.core import ExpertCounts, ModelGeometry
@@ -270,12 +270,3 @@ async def test_two_hundred_streams_at_once_leave_nothing_behind() -> None:
         # the shortest queue keeps three workers within one request of each other
         loads = sorted(len(engine.seen) for engine in running.decode)
         assert loads[-1] - loads[0] <= 20
-
-
-@story
-async def test_a_prefill_reply_without_transfer_parameters_is_an_error_that_names_the_remedy() -> None:
-    async with cluster() as running:
-        running.prefill[0].answer = when(lambda seen: seen.is_prefill, refuse(200, b'{"kv_transfer_params": null}'))
-        reply = await running.post(ASK)
-        assert reply.status == 502
-        assert "--kv-transfer-config" in reply.json["error"]["message"]

@@ -174,7 +174,7 @@ def test_locality_sends_the_requests_of_one_domain_to_one_worker(cluster, profil
 def test_300_mixed_requests_leave_every_counter_at_zero(cluster, profile, trace, rows):
     rng = random.Random(0)
     jobs = [
-        (rng.choice([as_plain, as_chat])(rng.choice(rows)), rng.random() < 0.5, rng.randint(1, 24)) for _ in range(300)
+        (rng.choice([as_plain, as_chat])(rng.choice(rows)), rng.random() < 0.5, rng.randint(2, 24)) for _ in range(300)
     ]
     with gateway(cluster, "locality", profile, trace) as url:
         served = [metric(decode, "vllm:request_success_total") for decode in cluster.decode_urls]  # after the probes

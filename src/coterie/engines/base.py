@@ -27,7 +27,8 @@ class Call:
         stream: whether the client asked for server-sent events.
         output_tokens: the client's limit on output tokens; None if it gave none.
         prompt: raw JSON of the prompt or messages.
-        undividable: why the call cannot be split into prefill and decode; None if it can.
+        prefill_only: whether its answer is at most one token, which the prefill server has when the prompt is done.
+        undividable: why the call cannot be split into prefill and decode, in a fixed phrase; None if it can.
     """
 
     path: str
@@ -35,6 +36,7 @@ class Call:
     stream: bool
     output_tokens: int | None
     prompt: bytes
+    prefill_only: bool
     undividable: str | None
 
 
@@ -53,12 +55,38 @@ class Handoff:
     envelope: msgspec.Raw | None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Prefilled:
+    """A prefill server's reply, read.
+
+    Attributes:
+        handoff: the KV that waits for a decode server; None where the server keeps none.
+        ended: whether the output ended with its first token, so that the reply is the whole answer.
+    """
+
+    handoff: Handoff | None
+    ended: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A complete answer to a client.
+
+    Attributes:
+        content_type: of the body.
+        body: JSON, or server-sent events.
+    """
+
+    content_type: bytes
+    body: bytes
+
+
 class Engine(Protocol):
     """One engine's dialect of disaggregated serving."""
 
     @property
     def paths(self) -> frozenset[str]:
-        """API paths whose requests can be dispatched."""
+        """API paths whose requests can be dispatched, split or not."""
         ...
 
     @property
@@ -80,7 +108,8 @@ class Engine(Protocol):
         """Read a client's request.
 
         Raises:
-            RequestError: the body is not a JSON object, or a field that coterie reads has a wrong type.
+            RequestError: the body is not a JSON object, a field that coterie reads has a wrong type, or the client asks
+                for what split servers cannot give.
         """
         ...
 
@@ -92,11 +121,28 @@ class Engine(Protocol):
         """Body for the prefill server: compute the prompt's KV and keep it."""
         ...
 
-    def handoff(self, reply: bytes) -> Handoff:
+    def prefilled(self, reply: bytes) -> Prefilled:
         """Read the prefill server's reply.
 
         Raises:
-            EngineError: the reply is not the engine's, or names no KV to hand over.
+            EngineError: the reply is not the engine's.
+        """
+        ...
+
+    def handoff(self, reply: bytes) -> Handoff:
+        """The KV that the prefill server's reply names.
+
+        Raises:
+            EngineError: as `prefilled`; or the reply names no KV to hand over.
+        """
+        ...
+
+    def answer(self, call: Call, reply: bytes) -> Answer:
+        """The prefill server's reply as the client's own answer, in the form that the client asked for.
+
+        Raises:
+            RequestError: what the client says of that form cannot be read.
+            EngineError: the reply is not one answer.
         """
         ...
 

@@ -1,39 +1,77 @@
-"""vLLM with its NIXL connector in pull mode, for `/v1/completions` and `/v1/chat/completions`.
+"""vLLM with its NIXL connector in pull mode: completions, chats, and `/inference/v1/generate` (token ids in and out).
 
 The prefill server gets the client's request with one output token and `do_remote_decode`; its reply names
 the KV blocks it keeps for 30 s (vLLM's `kv_lease_duration`).  A decode server that gets the client's request with that
 name pulls the blocks and continues.  So the decode server can be chosen after the prompt's experts are
 known, which is where routing by experts belongs.
+
+Both legs must see the same prompt and agree on the first token, so the prefill leg keeps whatever shapes either.
+Only limits of length are changed.  `min_tokens` is at most 1 there: with 0 the first token could end an output
+that must go on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 import msgspec
 
 from coterie import wire
 from coterie.core import ExpertCounts, Reading
-from coterie.engines.base import Call, Fields, Handoff
+from coterie.engines.base import Answer, Call, Fields, Handoff, Prefilled
+from coterie.engines.vllm_answers import CHAT, GENERATE, answer
 from coterie.errors import EngineError, InputError, RequestError, WireError
 
 COMPLETIONS = "/v1/completions"
-CHAT = "/v1/chat/completions"
+RESPONSES = "/v1/responses"
+MESSAGES = "/v1/messages"
+
+
+@dataclass(frozen=True, slots=True)
+class _Dialect:
+    """Where a path's requests say what.
+
+    Attributes:
+        prompt: field of the prompt.
+        limits: fields that limit the output; the first that is set counts.
+        sampling: field of the object that holds those and the other sampling fields; None where the body does.
+        divides: whether prefill and decode can be told apart.
+    """
+
+    prompt: str
+    limits: tuple[str, ...]
+    sampling: str | None = None
+    divides: bool = True
+
+
+_DIALECTS = {
+    COMPLETIONS: _Dialect("prompt", ("max_tokens",)),
+    CHAT: _Dialect("messages", ("max_completion_tokens", "max_tokens")),
+    GENERATE: _Dialect("token_ids", ("max_tokens",), sampling="sampling_params"),
+    RESPONSES: _Dialect("input", ("max_output_tokens",), divides=False),
+    MESSAGES: _Dialect("messages", ("max_tokens",), divides=False),
+}
 
 _PARAMS = "kv_transfer_params"
 _NOT_FOR_CLIENTS = ("kv_transfer_params", "ec_transfer_params", "bootstrap_", "routed_")
 """Fields that steer KV transfer and placement: a client could crash a scheduler with them or read KV of others."""
 
 _XARGS = "vllm_xargs"
-"""vLLM puts this field's entries where it keeps `kv_transfer_params` itself, without looking at their names."""
+_EXTRA_ARGS = "extra_args"
+"""vLLM keeps `kv_transfer_params` itself in the latter, of the sampling fields, and puts the former's entries there,
+without looking at their names."""
+
+_ROUTED_EXPERTS = ("routed_experts_prompt_start", "return_routed_experts")
+"""What vLLM and SGLang call the wish for the experts of each token."""
 
 _KV_USAGE = b"vllm:kv_cache_usage_perc"
 _WAITING = b"vllm:num_requests_waiting_by_reason"
 _FOR_ROOM = b'reason="capacity"'
 """The other reason, "deferred", holds those whose KV is on its way: in a decode server nearly all that wait."""
 
-_NOT_FOR_PREFILL = ("stream_options", "min_tokens", "min_completion_tokens", "max_completion_tokens", "best_of")
+_MINIMA = ("min_tokens", "min_completion_tokens")
 
 _ONE = msgspec.Raw(b"1")
 _FALSE = msgspec.Raw(b"false")
@@ -67,9 +105,14 @@ class _Usage(msgspec.Struct):
     prompt_tokens: int = 0
 
 
+class _Choice(msgspec.Struct):
+    finish_reason: str | None = None
+
+
 class _PrefillReply(msgspec.Struct):
     kv_transfer_params: Fields | None = None
     usage: _Usage | None = None
+    choices: list[_Choice] = []
 
 
 class _Model(msgspec.Struct):
@@ -116,23 +159,23 @@ def kv_transfer_config(role: Literal["prefill", "decode"], *, kv_buffer_device: 
 class VllmNixl:
     """The `Engine` of vLLM + NIXL pull."""
 
-    paths = frozenset({COMPLETIONS, CHAT})
+    paths = frozenset(_DIALECTS)
     health_path = "/health"
     metrics_path = "/metrics"
     models_path = "/v1/models"
 
     def parse(self, path: str, body: bytes) -> Call:
         """Read a client's request; see `Engine.parse`."""
-        fields = _strip(_read_object(body))
-        xargs = _read(fields, _XARGS, _optional_object)
-        if xargs and len(allowed := _strip(xargs)) < len(xargs):
-            fields[_XARGS] = msgspec.Raw(_encode(allowed))
+        dialect = _DIALECTS[path]
+        fields = _without_steering(_read_object(body), _XARGS)
+        sampling = fields if dialect.sampling is None else _read_sampling(fields, dialect.sampling)
         _read(fields, "model", _optional_str)
         stream = _read(fields, "stream", _optional_bool)
-        limits = [_read_limit(fields, name) for name in ("max_completion_tokens", "max_tokens")]
+        limits = [_read_limit(sampling, name) for name in dialect.limits]
         limit = next((limit for limit in limits if limit is not None), None)
-        prompt = bytes(fields.get("messages" if path == CHAT else "prompt", b""))
-        return Call(path, fields, bool(stream), limit, prompt, _why_undividable(path, fields, prompt))
+        prompt = bytes(fields.get(dialect.prompt, b""))
+        only = dialect.divides and limit is not None and limit <= 1
+        return Call(path, fields, bool(stream), limit, prompt, only, _why_undividable(path, sampling, prompt))
 
     def probe(self, model: str) -> Call:
         """A one-token completion of a one-word prompt."""
@@ -141,31 +184,45 @@ class VllmNixl:
     def prefill_body(self, call: Call) -> bytes:
         """The client's fields, cut to one output token in one piece, whatever limits the client set."""
         fields = call.fields.copy()
-        for name in _NOT_FOR_PREFILL:
-            fields.pop(name, None)
-        if "max_completion_tokens" in call.fields:
-            fields["max_completion_tokens"] = _ONE
-        fields["max_tokens"] = _ONE
-        fields["n"] = _ONE
+        fields.pop("stream_options", None)
+        name = _DIALECTS[call.path].sampling
+        if name is None:
+            _cut(fields)
+        else:
+            sampling = _object.decode(fields[name])
+            _cut(sampling)
+            fields[name] = msgspec.Raw(_encode(sampling))
         fields["stream"] = _FALSE
         fields[_PARAMS] = _ASK_PREFILL
         return _encode(fields)
 
-    def handoff(self, reply: bytes) -> Handoff:
-        """Read the prefill server's reply; see `Engine.handoff`."""
+    def prefilled(self, reply: bytes) -> Prefilled:
+        """Read the prefill server's reply; see `Engine.prefilled`."""
         try:
             read = _prefill_reply.decode(reply)
         except _UNREADABLE as error:
             raise EngineError(f"the prefill reply cannot be read: {error}") from None
+        ended = len(read.choices) == 1 and read.choices[0].finish_reason == "stop"
         params = read.kv_transfer_params
         if not params:
+            return Prefilled(None, ended)
+        envelope = params.pop(wire.PROMPT_KEY, None)
+        params.pop(wire.OUTPUT_KEY, None)
+        return Prefilled(Handoff(params, read.usage.prompt_tokens if read.usage else 0, envelope), ended)
+
+    def handoff(self, reply: bytes) -> Handoff:
+        """The KV that the prefill server's reply names; see `Engine.handoff`."""
+        handoff = self.prefilled(reply).handoff
+        if handoff is None:
             raise EngineError(
                 "the prefill reply carries no kv_transfer_params: start the server with --kv-transfer-config "
                 "and a PD connector"
             )
-        envelope = params.pop(wire.PROMPT_KEY, None)
-        params.pop(wire.OUTPUT_KEY, None)
-        return Handoff(params, read.usage.prompt_tokens if read.usage else 0, envelope)
+        return handoff
+
+    def answer(self, call: Call, reply: bytes) -> Answer:
+        """The prefill server's reply as the client's own answer; see `Engine.answer`."""
+        return answer(call, reply)
 
     def counts(self, handoff: Handoff) -> ExpertCounts | None:
         """Read the counts envelope; see `Engine.counts`."""
@@ -230,8 +287,49 @@ def _read_object(body: bytes) -> Fields:
         raise RequestError(f"the body is not valid JSON: {error}") from None
 
 
+def _without_steering(fields: Fields, extra: str) -> Fields:
+    """The fields that clients may set, those in the object `extra` included.
+
+    Raises:
+        RequestError: experts of each token are asked for.  Those of the prompt are at the prefill server and those of
+            the output at the decode server, and vLLM's NIXL servers return neither.
+    """
+    for name in _ROUTED_EXPERTS:
+        if bytes(fields.get(name, b"null")) not in (b"null", b"false"):
+            raise RequestError(
+                f"{name}: split servers cannot return the experts of each token; ask a server that does both", name
+            )
+    kept = _strip(fields)
+    inner = _read(kept, extra, _optional_object)
+    if inner and len(allowed := _strip(inner)) < len(inner):
+        kept[extra] = msgspec.Raw(_encode(allowed))
+    return kept
+
+
+def _read_sampling(fields: Fields, name: str) -> Fields:
+    """The object of sampling fields; without what clients may not set, there and in `fields`."""
+    given = _read(fields, name, _optional_object)
+    if given is None:
+        raise RequestError(f"{name}: must be an object", name)
+    allowed = _without_steering(given, _EXTRA_ARGS)
+    fields[name] = msgspec.Raw(_encode(allowed))
+    return allowed
+
+
 def _strip(fields: Fields) -> Fields:
     return {name: value for name, value in fields.items() if not name.startswith(_NOT_FOR_CLIENTS)}
+
+
+def _cut(sampling: Fields) -> None:
+    """Set limits to one output token."""
+    if "max_completion_tokens" in sampling:
+        sampling["max_completion_tokens"] = _ONE
+    sampling.pop("best_of", None)
+    sampling["max_tokens"] = _ONE
+    sampling["n"] = _ONE
+    for name in _MINIMA:
+        if bytes(sampling.get(name, b"0")) not in (b"0", b"null"):
+            sampling[name] = _ONE
 
 
 def _read(fields: Fields, name: str, decoder: msgspec.json.Decoder[_T]) -> _T | None:
@@ -251,22 +349,27 @@ def _read_limit(fields: Fields, name: str) -> int | None:
     return limit
 
 
-def _why_undividable(path: str, fields: Fields, prompt: bytes) -> str | None:
+def _why_undividable(path: str, sampling: Fields, prompt: bytes) -> str | None:
     """Requests whose KV one handoff cannot stand for: the decode server computes their prompts itself.
 
     vLLM's reply names the KV of one sequence, for one consumer.  Prompt log-probabilities exist only where the
-    prompt is computed.
+    prompt is computed.  A prompt that is cut to what the output leaves room for differs between the legs.
     """
+    if not _DIALECTS[path].divides:
+        return "path"
     for name in ("n", "best_of"):
-        value = _read(fields, name, _optional_int)
+        value = _read(sampling, name, _optional_int)
         if value is not None and value > 1:
             return f"{name} > 1"
-    if _read(fields, "use_beam_search", _optional_bool):
+    if _read(sampling, "use_beam_search", _optional_bool):
         return "beam search"
-    if _read(fields, "prompt_logprobs", _optional_int) is not None:
-        return "prompt_logprobs"
-    if _read(fields, "echo", _optional_bool):
+    for name in ("prompt_logprobs", "prompt_logprob_token_ids"):
+        if bytes(sampling.get(name, b"null")) != b"null":
+            return "prompt_logprobs"
+    if _read(sampling, "echo", _optional_bool):
         return "echo"
+    if bytes(sampling.get("truncate_prompt_tokens", b"")).startswith(b"-"):
+        return "truncate_prompt_tokens < 0"
     if path == COMPLETIONS and _several_prompts(prompt):
         return "several prompts in one request"
     return None

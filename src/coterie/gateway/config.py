@@ -46,6 +46,9 @@ class GatewayConfig:
     reading_interval_s: float = _option(
         1.0, "Time between two readings of each decode worker's metrics, for --kv-limit and --pass-over-queues."
     )
+    split_above_bytes: int | None = _option(
+        None, "Have the decode worker compute prompts of at most so many bytes of JSON, too; by default none."
+    )
     on_mismatch: Literal["error", "load"] = _option(
         "error", "Profile that does not fit the workers: refuse to start, or route by load only."
     )
@@ -78,7 +81,7 @@ class GatewayConfig:
         for role, urls in (("prefill", self.prefill), ("decode", self.decode)):
             _check_urls(role, urls)
         for name, value in dataclasses.asdict(self).items():
-            if name.endswith(("_s", "_bytes", "_tokens")) and not 0 < value < float("inf"):
+            if value is not None and name.endswith(("_s", "_bytes", "_tokens")) and not 0 < value < float("inf"):
                 raise ConfigError(f"{name}: must be a positive number, got {value!r}")
         for name in ("port", "admin_port"):
             if not 0 <= getattr(self, name) <= 65535:

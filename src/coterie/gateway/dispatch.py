@@ -9,7 +9,7 @@ import logging
 import msgspec
 
 from coterie.core import ExpertCounts, RouteRequest, prompt_hash
-from coterie.engines.base import Call, Engine, Handoff
+from coterie.engines.base import Call, Engine, Handoff, Prefilled
 from coterie.errors import CoterieError, EngineError, NoWorkerError, RequestError, WireError
 from coterie.gateway.client import Reply
 from coterie.gateway.config import GatewayConfig
@@ -25,6 +25,7 @@ MAX_PREFILL_REPLY_BYTES = 64 << 20
 
 _log = logging.getLogger("coterie.gateway")
 _replaced = frozenset({b"content-length", REQUEST_ID})
+_rewritten = _replaced | {b"content-type"}
 
 
 class Dispatcher:
@@ -58,19 +59,24 @@ class Dispatcher:
         """
         call = self._engine.parse(journey.request.path, journey.request.body)
         asked = self._describe(journey, call)
+        if call.prefill_only:
+            await self._run_prefill_only(journey, call, asked)
+            return
         if not self._decode.available():
             raise NoWorkerError("no decode worker is available")
         handoff = None
-        if call.undividable is None:
+        journey.not_split = self._why_not_split(call)
+        if journey.not_split is None:
             prefilled = await self._run_prefill(journey, call, asked)
-            if prefilled.status != 200:
-                pass_through(journey.reply, prefilled, journey.id)
+            if prefilled is None:
                 return
-            handoff = self._read_handoff(journey, prefilled)
+            handoff = prefilled.handoff
+        if journey.not_split is not None:
+            self._metrics.not_split.inc(journey.not_split)
         journey.window = "handoff"
         left = False
         try:
-            await self._run_decode(journey, call, self._with_counts(asked, call, handoff), handoff)
+            await self._run_decode(journey, call, self._with_counts(journey, asked, handoff), handoff)
         except asyncio.CancelledError:
             left = True
             raise
@@ -94,29 +100,60 @@ class Dispatcher:
             session=session(journey.request),
         )
 
-    async def _run_prefill(self, journey: Journey, call: Call, asked: RouteRequest) -> Collected:
+    def _why_not_split(self, call: Call) -> str | None:
+        """Why the decode worker is to compute the prompt, too; None if a prefill worker is."""
+        if call.undividable is not None:
+            return call.undividable
+        most_bytes = self._config.split_above_bytes
+        return "short prompt" if most_bytes is not None and len(call.prompt) <= most_bytes else None
+
+    async def _run_prefill_only(self, journey: Journey, call: Call, asked: RouteRequest) -> None:
+        """Have a prefill worker answer by itself: it has the only token when the prompt is done, and keeps no KV."""
+        relay = journey.relay = Relay(journey.reply, _identity(journey.id), self._loop)
+        await self._post_prefill(journey, self._engine.decode_body(call, None), relay, asked)
+        self._metrics.answered_by_prefill.inc("one token")
+
+    async def _run_prefill(self, journey: Journey, call: Call, asked: RouteRequest) -> Prefilled | None:
+        """What a prefill worker made of the prompt; None if the client has its answer by now."""
+        reply = Collected(MAX_PREFILL_REPLY_BYTES, wanted_late=True)
+        try:
+            await self._post_prefill(journey, self._engine.prefill_body(call), reply, asked)
+        except asyncio.CancelledError:
+            self._release_late(journey, call, reply)
+            raise
+        if reply.status != 200:
+            pass_through(journey.reply, reply, journey.id)
+            return None
+        prefilled = self._read_prefilled(journey, reply)
+        if prefilled.ended:
+            self._answer_with_prefill(journey, call, reply, prefilled.handoff)
+            return None
+        if prefilled.handoff is None:
+            journey.not_split = "no handoff"
+        return prefilled
+
+    async def _post_prefill(self, journey: Journey, body: bytes, reply: Collected | Relay, asked: RouteRequest) -> None:
         worker, decision = self._prefill.choose(asked)
         journey.prefill = worker.name
         self._metrics.decided("prefill", decision)
-        reply = Collected(MAX_PREFILL_REPLY_BYTES, wanted_late=True)
         start_s = self._loop.time()
         with self._prefill.ledger.lease(worker.name, asked):
             try:
-                await worker.pool.post(
-                    journey.request.target,
-                    journey.headers,
-                    self._engine.prefill_body(call),
-                    reply,
-                    self._prefill_patience,
-                )
-            except asyncio.CancelledError:
-                self._release_late(journey, call, reply)
-                raise
+                await worker.pool.post(journey.request.target, journey.headers, body, reply, self._prefill_patience)
             except UpstreamError as error:
                 self._lost(worker, error)
                 raise
         journey.prefill_s = self._loop.time() - start_s
-        return reply
+
+    def _answer_with_prefill(self, journey: Journey, call: Call, reply: Collected, handoff: Handoff | None) -> None:
+        """The first token ended the output: a decode worker would only compute it again."""
+        if handoff is not None:
+            self._release(journey, call, handoff)
+        assert reply.head is not None
+        answer = self._engine.answer(call, reply.body())
+        headers = [(b"content-type", answer.content_type), *end_to_end(reply.head.headers, _rewritten)]
+        journey.reply.send(200, [*headers, *_identity(journey.id)], answer.body)
+        self._metrics.answered_by_prefill.inc("ended")
 
     def _release_late(self, journey: Journey, call: Call, reply: Collected) -> None:
         """The client has left; the reply may be here all the same, or be on its way, and names KV that waits."""
@@ -124,16 +161,16 @@ class Dispatcher:
         def release() -> None:
             with contextlib.suppress(EngineError):  # such a reply names none
                 if reply.status == 200:
-                    self._release(journey, call, self._read_handoff(journey, reply))
+                    self._release(journey, call, self._engine.handoff(reply.body()))
 
         if reply.complete:
             release()
         else:
             reply.on_complete = release
 
-    def _read_handoff(self, journey: Journey, reply: Collected) -> Handoff:
+    def _read_prefilled(self, journey: Journey, reply: Collected) -> Prefilled:
         try:
-            return self._engine.handoff(reply.body())
+            return self._engine.prefilled(reply.body())
         except EngineError as error:
             raise EngineError(f"prefill worker {journey.prefill}: {error}") from None
 
@@ -143,8 +180,8 @@ class Dispatcher:
         assert self._decode.policy is not None
         return self._decode.policy.reads
 
-    def _with_counts(self, asked: RouteRequest, call: Call, handoff: Handoff | None) -> RouteRequest:
-        counts, problem = self._read_counts(call, handoff)
+    def _with_counts(self, journey: Journey, asked: RouteRequest, handoff: Handoff | None) -> RouteRequest:
+        counts, problem = self._read_counts(journey, handoff)
         return RouteRequest(
             id=asked.id,
             prompt_tokens=handoff.prompt_tokens if handoff else 0,
@@ -157,12 +194,12 @@ class Dispatcher:
             session=asked.session,
         )
 
-    def _read_counts(self, call: Call, handoff: Handoff | None) -> tuple[ExpertCounts | None, str | None]:
+    def _read_counts(self, journey: Journey, handoff: Handoff | None) -> tuple[ExpertCounts | None, str | None]:
         if Reads.COUNTS not in self._reads():
             return None, None
         if handoff is None:
-            self._metrics.counts_problems.inc("undividable")
-            return None, f"not split: {call.undividable}"
+            self._metrics.counts_problems.inc("not split")
+            return None, f"not split: {journey.not_split}"
         try:
             counts = self._engine.counts(handoff)
         except WireError as error:

@@ -213,6 +213,7 @@ def _line(journey: Journey, now_s: float) -> bytes:
             "outcome": journey.outcome,
             "prefill": journey.prefill,
             "decode": decision.worker if decision else "",
+            "not_split": journey.not_split,
             "reason": decision.reason if decision else "",
             "detail": decision.detail if decision else "",
             "prompt_tokens": routed.prompt_tokens if routed else 0,

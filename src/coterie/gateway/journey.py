@@ -47,6 +47,7 @@ class Journey:
         headers: header lines for the workers.
         window: what is going on: "prefill", "handoff" (between the legs), "decode" (waiting), "stream".
         prefill: name of the prefill worker; empty where there was none.
+        not_split: why the decode worker is to compute the prompt, too; None where a prefill worker does.
         prefill_s: seconds that the prefill leg took.
         routed: the request as the decode policy saw it.
         decision: what the decode policy said.
@@ -60,6 +61,7 @@ class Journey:
     headers: bytes
     window: str = "prefill"
     prefill: str = ""
+    not_split: str | None = None
     prefill_s: float | None = None
     decode_start_s: float | None = None
     routed: RouteRequest | None = None

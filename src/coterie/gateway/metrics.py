@@ -90,6 +90,8 @@ class Metrics:
         released: handoffs released without decoding, by outcome.
         disconnects: clients that left, by what was going on.
         counts_problems: requests routed without counts, by kind.
+        not_split: requests whose prompt a decode worker computed, by the reason.
+        answered_by_prefill: requests that needed no decode worker, by the reason.
         total_s: seconds from a complete request to the end of its reply.
         first_byte_s: seconds to the first byte of its reply's body (time to first token, where streamed).
         prefill_s: seconds of the prefill leg.
@@ -107,6 +109,10 @@ class Metrics:
         self.released = self._counter("handoffs_released", "Handoffs released without decoding.", "outcome")
         self.disconnects = self._counter("client_disconnects", "Clients that left early.", "window")
         self.counts_problems = self._counter("counts_problems", "Requests routed without counts.", "kind")
+        self.not_split = self._counter("not_split", "Requests that a decode worker computed alone.", "reason")
+        self.answered_by_prefill = self._counter(
+            "answered_by_prefill", "Requests that a prefill worker answered.", "reason"
+        )
         self.total_s = self._histogram("request_seconds", "Seconds from a complete request to the reply's end.")
         self.first_byte_s = self._histogram("ttft_seconds", "Seconds to the first byte of the reply's body.")
         self.prefill_s = self._histogram("prefill_seconds", "Seconds of the prefill leg.")
