@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from coterie.errors import ConfigError
-from coterie.gateway.config import load_config
+from coterie.gateway.config import FIELDS, GatewayConfig, changed, load_config
 
 URLS = {"prefill": ("http://a:1",), "decode": ("http://b:1",)}
 
@@ -57,3 +57,13 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 def test_a_file_without_end_is_refused_at_the_bound() -> None:
     with pytest.raises(ConfigError, match="larger than"):
         load_config(Path("/dev/zero"), {})
+
+
+def test_what_changed_is_told_and_what_is_fixed_may_not() -> None:
+    old = GatewayConfig(**URLS)
+    assert changed(old, GatewayConfig(**URLS)) == []
+    assert changed(old, GatewayConfig(**URLS, tau=0.2, log_requests=False)) == ["tau", "log_requests"]
+    for name in [name for name, field in FIELDS.items() if field.metadata["fixed"]]:
+        other = "::1" if name.endswith("host") else getattr(old, name) + 1
+        with pytest.raises(ConfigError, match=f"^{name}: cannot change from .* restart it"):
+            changed(old, GatewayConfig(**URLS, tau=0.2, **{name: other}))

@@ -151,12 +151,13 @@ class ClientConnection(asyncio.Protocol):
     Attributes:
         deadline: when the present wait for the client is over, on the loop's clock.
         full: whether the client does not keep up with its reply.
+        limits: bounds on what the client sends.
     """
 
     __slots__ = (
-        "_body", "_body_size", "_closed", "_draining", "_handler", "_head_size", "_in_head", "_limits", "_loop",
+        "_body", "_body_size", "_closed", "_draining", "_handler", "_head_size", "_in_head", "_loop",
         "_next", "_parser", "_partial", "_registry", "_reply", "_task", "_transport", "_waiting", "_waiting_size",
-        "deadline", "full",
+        "deadline", "full", "limits",
     )  # fmt: skip
 
     def __init__(
@@ -165,7 +166,7 @@ class ClientConnection(asyncio.Protocol):
         self.deadline = math.inf
         self.full = False
         self._handler = handler
-        self._limits = limits
+        self.limits = limits
         self._registry = registry
         self._loop = loop
         self._transport: asyncio.Transport | None = None
@@ -189,7 +190,7 @@ class ClientConnection(asyncio.Protocol):
         """See `asyncio.Protocol`."""
         self._transport = cast("asyncio.Transport", transport)
         self._registry.add(self)
-        self.deadline = self._loop.time() + self._limits.idle_s
+        self.deadline = self._loop.time() + self.limits.idle_s
 
     def data_received(self, data: bytes) -> None:
         """See `asyncio.Protocol`."""
@@ -212,14 +213,14 @@ class ClientConnection(asyncio.Protocol):
     def pause_writing(self) -> None:
         """See `asyncio.Protocol`."""
         self.full = True
-        self.deadline = self._loop.time() + self._limits.stall_s
+        self.deadline = self._loop.time() + self.limits.stall_s
         if self._reply is not None:
             self._reply.notify(full=True)
 
     def resume_writing(self) -> None:
         """See `asyncio.Protocol`."""
         self.full = False
-        self.deadline = math.inf if self.busy else self._loop.time() + self._limits.idle_s
+        self.deadline = math.inf if self.busy else self._loop.time() + self.limits.idle_s
         if self._reply is not None:
             self._reply.notify(full=False)
 
@@ -305,7 +306,7 @@ class ClientConnection(asyncio.Protocol):
         """Called by the parser."""
         self._start_message(partial=True)
         if not self.busy:
-            self.deadline = self._loop.time() + self._limits.request_s
+            self.deadline = self._loop.time() + self.limits.request_s
 
     def on_url(self, url: bytes) -> None:
         """Called by the parser."""
@@ -358,8 +359,8 @@ class ClientConnection(asyncio.Protocol):
             raise _RefusedError(431, f"the headers are larger than {MAX_HEAD_BYTES} bytes")
 
     def _check_body_size(self, size: int) -> None:
-        if size > self._limits.body_bytes:
-            raise _RefusedError(413, f"the body is larger than {self._limits.body_bytes} bytes")
+        if size > self.limits.body_bytes:
+            raise _RefusedError(413, f"the body is larger than {self.limits.body_bytes} bytes")
 
     def _limit_pipelining(self) -> None:
         if self._waiting and self._waiting_size + len(self._waiting) * 1024 > MAX_PIPELINED_BYTES:
@@ -386,14 +387,14 @@ class ClientConnection(asyncio.Protocol):
             self.abort()
         elif not reply.request.keep_alive:
             self._transport.close()
-            self.deadline = self._loop.time() + self._limits.stall_s  # what is written may still have to drain
+            self.deadline = self._loop.time() + self.limits.stall_s  # what is written may still have to drain
         elif self._waiting:
             request = self._waiting.popleft()
             self._waiting_size -= len(request.body)
             self._begin(request)
         else:
             self._transport.resume_reading()
-            self.deadline = self._loop.time() + self._limits.idle_s
+            self.deadline = self._loop.time() + self.limits.idle_s
 
     def _refuse(self, refused: _RefusedError) -> None:
         """Answer a request that cannot be read on, then let what the client still sends run out.

@@ -17,8 +17,9 @@ from coterie.gateway.pool import split_url
 MAX_CONFIG_BYTES = 1 << 20
 
 
-def _option(default: Any, text: str) -> Any:
-    return dataclasses.field(default=default, metadata={"help": text})
+def _option(default: Any, text: str, *, fixed: bool = False) -> Any:
+    """A setting; one that is fixed cannot change while the gateway runs."""
+    return dataclasses.field(default=default, metadata={"help": text, "fixed": fixed})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,18 +53,20 @@ class GatewayConfig:
     on_mismatch: Literal["error", "load"] = _option(
         "error", "Profile that does not fit the workers: refuse to start, or route by load only."
     )
-    host: str = _option("127.0.0.1", "Address to serve clients on.")
-    port: int = _option(8000, "Port to serve clients on.")
-    admin_host: str = _option("127.0.0.1", "Address of the admin side (metrics, workers, decisions).")
-    admin_port: int = _option(8001, "Port of the admin side.")
-    seed: int = _option(0, "Seed of the policies' random choices.")
+    host: str = _option("127.0.0.1", "Address to serve clients on.", fixed=True)
+    port: int = _option(8000, "Port to serve clients on.", fixed=True)
+    admin_host: str = _option("127.0.0.1", "Address of the admin side (metrics, workers, decisions).", fixed=True)
+    admin_port: int = _option(8001, "Port of the admin side.", fixed=True)
+    seed: int = _option(0, "Seed of the policies' random choices.", fixed=True)
     default_output_tokens: int = _option(256, "Output tokens to expect of a request that sets no limit.")
     keep_sessions: int = _option(
-        10_000, "Conversations (X-Coterie-Session) whose decode worker is remembered; 0 to choose anew at each turn."
+        10_000,
+        "Conversations (X-Coterie-Session) whose decode worker is remembered; 0 to choose anew at each turn.",
+        fixed=True,
     )
-    keep_decisions: int = _option(256, "Decisions kept for the admin side.")
+    keep_decisions: int = _option(256, "Decisions kept for the admin side.", fixed=True)
     log_requests: bool = _option(True, "Log one line per request; never its content.")
-    startup_timeout_s: float = _option(60.0, "How long to wait for a worker of each role at start.")
+    startup_timeout_s: float = _option(60.0, "How long to wait for a worker of each role at start.", fixed=True)
     shutdown_grace_s: float = _option(30.0, "How long running requests may go on after SIGTERM.")
     connect_timeout_s: float = _option(5.0, "How long a worker may take to accept a connection.")
     prefill_timeout_s: float = _option(300.0, "How long a prefill worker may take to answer.")
@@ -104,6 +107,22 @@ class GatewayConfig:
 
 
 FIELDS = {field.name: field for field in dataclasses.fields(GatewayConfig)}
+
+
+def changed(old: GatewayConfig, new: GatewayConfig) -> list[str]:
+    """Names of the settings in which two configurations differ.
+
+    Raises:
+        ConfigError: one of them is fixed while the gateway runs.
+    """
+    names = [name for name in FIELDS if getattr(old, name) != getattr(new, name)]
+    for name in names:
+        if FIELDS[name].metadata["fixed"]:
+            raise ConfigError(
+                f"{name}: cannot change from {getattr(old, name)!r} to {getattr(new, name)!r} while the gateway runs; "
+                "restart it, or undo that change"
+            )
+    return names
 
 
 def _check_urls(role: str, urls: tuple[str, ...]) -> None:

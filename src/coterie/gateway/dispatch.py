@@ -42,11 +42,15 @@ class Dispatcher:
         self._engine = engine
         self._prefill = prefill
         self._decode = decode
-        self._config = config
         self._metrics = metrics
+        self._loop = asyncio.get_running_loop()
+        self.configure(config)
+
+    def configure(self, config: GatewayConfig) -> None:
+        """Go by this configuration from the next leg of a request on."""
+        self._config = config
         self._prefill_patience = Patience(config.prefill_timeout_s, config.idle_timeout_s)
         self._decode_patience = Patience(config.first_byte_timeout_s, config.idle_timeout_s)
-        self._loop = asyncio.get_running_loop()
 
     async def dispatch(self, journey: Journey) -> None:
         """Serve one request.  Being cancelled means that the client has left.

@@ -47,7 +47,6 @@ class Gateway:
 
     def __init__(self, config: GatewayConfig, engine: Engine, clock: Clock | None = None) -> None:
         clock = clock or SystemClock()
-        self.config = config
         self.engine = engine
         self.prefill = Fleet("prefill", config.prefill, config, clock)
         self.decode = Fleet("decode", config.decode, config, clock)
@@ -55,14 +54,24 @@ class Gateway:
         self.dispatcher = Dispatcher(engine, self.prefill, self.decode, config, self.metrics)
         self.clients: set[ClientConnection] = set()
         self._loop = asyncio.get_running_loop()
+        self._lines: list[bytes] = []
+        self._sweeper = self._loop.call_later(SWEEP_S, self._sweep)
+        self.configure(config)
+
+    def configure(self, config: GatewayConfig) -> None:
+        """Go by this configuration from now on, but for who the workers are and how they are chosen."""
+        self.config = config
         self._limits = ClientLimits(
             body_bytes=config.max_body_bytes,
             request_s=config.client_request_timeout_s,
             idle_s=config.client_idle_timeout_s,
             stall_s=config.client_stall_timeout_s,
         )
-        self._lines: list[bytes] = []
-        self._sweeper = self._loop.call_later(SWEEP_S, self._sweep)
+        for client in self.clients:
+            client.limits = self._limits
+        self.dispatcher.configure(config)
+        for fleet in (self.prefill, self.decode):
+            fleet.configure(config)
 
     @property
     def ready(self) -> bool:

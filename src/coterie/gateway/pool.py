@@ -17,6 +17,8 @@ class Pool:
         title: the worker's role and name, for messages; never its URL.
         connections: all open connections, idle or not.
         heard_s: when the worker last sent anything, on the loop's clock.
+        connect_timeout_s: how long the worker may take to accept a connection.
+        keep_idle_s: how long idle connections are kept.
     """
 
     def __init__(self, title: str, url: str, *, connect_timeout_s: float, keep_idle_s: float) -> None:
@@ -25,8 +27,8 @@ class Pool:
         self.heard_s = -math.inf
         self._host, self._port, self._prefix = split_url(url)
         self._host_line = f"host: {self._host}:{self._port}\r\n".encode()
-        self._connect_timeout_s = connect_timeout_s
-        self._keep_idle_s = keep_idle_s
+        self.connect_timeout_s = connect_timeout_s
+        self.keep_idle_s = keep_idle_s
         self._idle: list[Upstream] = []
 
     async def post(self, target: bytes, headers: bytes, body: bytes, consumer: Consumer, patience: Patience) -> None:
@@ -52,7 +54,7 @@ class Pool:
 
     def keep(self, connection: Upstream) -> None:
         """Take back a connection whose reply is complete."""
-        connection.deadline = asyncio.get_running_loop().time() + self._keep_idle_s
+        connection.deadline = asyncio.get_running_loop().time() + self.keep_idle_s
         self._idle.append(connection)
 
     def forget(self, connection: Upstream) -> None:
@@ -87,10 +89,10 @@ class Pool:
     async def _connect(self) -> Upstream:
         loop = asyncio.get_running_loop()
         try:
-            async with asyncio.timeout(self._connect_timeout_s):
+            async with asyncio.timeout(self.connect_timeout_s):
                 _, connection = await loop.create_connection(lambda: Upstream(self, loop), self._host, self._port)
         except TimeoutError:
-            message = f"{self.title} did not accept a connection for {self._connect_timeout_s:g} s"
+            message = f"{self.title} did not accept a connection for {self.connect_timeout_s:g} s"
             raise UpstreamError(message, "connect") from None
         except OSError:
             raise UpstreamError(f"{self.title} refused the connection", "connect") from None

@@ -43,6 +43,10 @@ class Prober:
         self.models: dict[str, list[str]] = {}
         self.geometries: dict[str, ModelGeometry | str] = {}
         self._engine = engine
+        self.configure(config)
+
+    def configure(self, config: GatewayConfig) -> None:
+        """Go by this configuration from the next request on."""
         self._quick = Patience(config.health_timeout_s, config.health_timeout_s)
         self._slow = Patience(config.prefill_timeout_s, config.idle_timeout_s)
 

@@ -53,7 +53,14 @@ class Fleet:
         self.ledger = Ledger(self.targets, clock, sessions=config.keep_sessions if role == "decode" else 0)
         self._policy: Policy | None = None
         self._rng = random_stream(config.seed, role)
-        self._filters = _filters(config) if role == "decode" else ()
+        self.configure(config)
+
+    def configure(self, config: GatewayConfig) -> None:
+        """Go by this configuration from now on, but for who the workers are."""
+        self._filters = _filters(config) if self.role == "decode" else ()
+        for worker in self.workers.values():
+            worker.pool.connect_timeout_s = config.connect_timeout_s
+            worker.pool.keep_idle_s = config.keep_idle_s
 
     @property
     def policy(self) -> Policy | None:
