@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
@@ -16,6 +16,7 @@ from coterie.gateway.http1 import MAX_HEAD_BYTES, Header, error_body, response_h
 MAX_PIPELINED_BYTES = 64 << 10
 _DRAIN_S = 5.0
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+_CLOSING: Header = (b"connection", b"close")
 
 
 @dataclass(slots=True)
@@ -44,7 +45,10 @@ class Request:
 
     def header(self, name: bytes) -> bytes | None:
         """Value of the first header called `name`, which is in lower case."""
-        return next((value for key, value in self.headers if key == name), None)
+        for key, value in self.headers:
+            if key == name:
+                return value
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +110,9 @@ class Reply:
         if self._watcher is not None:
             (self._watcher.on_full if full else self._watcher.on_drained)()
 
-    def start(self, status: int, headers: Iterable[Header], first: bytes, *, framed: bool = True) -> None:
+    def start(
+        self, status: int, headers: Sequence[Header], first: bytes, *, framed: bool = True, lines: bytes = b""
+    ) -> None:
         """Send the head and the first bytes of the body.
 
         Args:
@@ -114,24 +120,29 @@ class Reply:
             headers: headers, those of the body's framing included.
             first: first bytes of the body, framing included.
             framed: whether they tell where the body ends; if not, the connection's end will.
+            lines: complete header lines that go before the headers.
         """
         self.status = status
         if not framed:
             self.request.keep_alive = False
-        closing = () if self.request.keep_alive else ((b"connection", b"close"),)
-        shown = b"" if self.request.method == "HEAD" else first  # its reply is the head that GET would get
-        self._connection.write(response_head(status, (*headers, *closing)), shown)
+        if not self.request.keep_alive:
+            headers = (*headers, _CLOSING)
+        head = response_head(status, headers, lines)
+        if self.request.method == "HEAD":  # its reply is the head that GET would get
+            self._connection.write(head)
+        else:
+            self._connection.write(head + first)
 
     def write(self, data: bytes) -> None:
         """Send bytes of the body, framing included."""
         self._connection.write(data)
 
-    def send(self, status: int, headers: Iterable[Header], body: bytes) -> None:
+    def send(self, status: int, headers: Sequence[Header], body: bytes) -> None:
         """Send a complete reply."""
         self.start(status, (*headers, (b"content-length", b"%d" % len(body))), body)
 
     def send_error(
-        self, status: int, message: str, kind: str, headers: Iterable[Header] = (), **details: str | None
+        self, status: int, message: str, kind: str, headers: Sequence[Header] = (), **details: str | None
     ) -> None:
         """Send an error in the shape of OpenAI's API; see `http1.error_body`."""
         headers = ((b"content-type", b"application/json"), *headers)
@@ -226,11 +237,11 @@ class ClientConnection(asyncio.Protocol):
 
     # --- what the reply and the server do ---
 
-    def write(self, *parts: bytes) -> None:
+    def write(self, data: bytes) -> None:
         """Send bytes to the client, if it is still there."""
         if not self._closed:
             assert self._transport is not None
-            self._transport.writelines(parts)
+            self._transport.write(data)
 
     def abort(self) -> None:
         """Cut the connection."""

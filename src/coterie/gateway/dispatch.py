@@ -13,7 +13,7 @@ from coterie.engines.base import Call, Engine, Handoff, Prefilled
 from coterie.errors import CoterieError, EngineError, NoWorkerError, RequestError, WireError
 from coterie.gateway.client import Reply
 from coterie.gateway.config import GatewayConfig
-from coterie.gateway.http1 import Header, end_to_end
+from coterie.gateway.http1 import HOP_BY_HOP, Header, end_to_end
 from coterie.gateway.journey import REQUEST_ID, DecisionLog, Journey, domain, session
 from coterie.gateway.metrics import Metrics
 from coterie.gateway.stream import Pace, Relay
@@ -24,7 +24,7 @@ from coterie.routing import PREFIX_BYTES, Reads
 MAX_PREFILL_REPLY_BYTES = 64 << 20
 
 _log = logging.getLogger("coterie.gateway")
-_replaced = frozenset({b"content-length", REQUEST_ID})
+_replaced = HOP_BY_HOP | {b"content-length", REQUEST_ID}
 _rewritten = _replaced | {b"content-type"}
 
 

@@ -6,6 +6,7 @@ import http
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, ClassVar, Protocol
 
 import httptools
@@ -15,6 +16,7 @@ Header = tuple[bytes, bytes]
 
 MAX_HEAD_BYTES = 64 << 10
 MAX_CHUNK_LINE_BYTES = 4 << 10
+_REMEMBERED_HEAD_BYTES = 1 << 10
 
 HOP_BY_HOP = frozenset(
     {
@@ -31,6 +33,7 @@ HOP_BY_HOP = frozenset(
 )
 """Headers that concern one connection only (RFC 9110, section 7.6.1)."""
 
+_NOT_FROM_WORKERS = HOP_BY_HOP | {b"x-request-id"}
 _PHRASES = {status.value: status.phrase.encode() for status in http.HTTPStatus}
 _CHUNK_SIZE = re.compile(rb"([0-9a-fA-F]{1,15})[ \t]*(?:;.*)?\r\n", re.DOTALL)
 
@@ -39,24 +42,29 @@ class MalformedError(Exception):
     """Bytes that are not HTTP/1.1."""
 
 
-def end_to_end(headers: Iterable[Header], also_drop: frozenset[bytes]) -> list[Header]:
-    """The headers that a proxy passes on: neither hop-by-hop, nor named in Connection, nor in `also_drop`.
+def end_to_end(headers: Iterable[Header], drop: frozenset[bytes]) -> list[Header]:
+    """The headers that a proxy passes on: neither in `drop` nor named in Connection.
 
-    Names are expected in lower case.
+    Args:
+        headers: their names in lower case.
+        drop: `HOP_BY_HOP` and what else is not to pass.
     """
-    drop = HOP_BY_HOP | also_drop
     for name, value in headers:
         if name == b"connection":
             drop = drop | {token.strip().lower() for token in value.split(b",")}
     return [header for header in headers if header[0] not in drop]
 
 
-def response_head(status: int, headers: Iterable[Header]) -> bytes:
-    """Bytes of a response's head."""
-    lines = [b"HTTP/1.1 %d %b" % (status, _PHRASES.get(status, b"Status"))]
-    lines += [b"%b: %b" % header for header in headers]
-    lines.append(b"\r\n")
-    return b"\r\n".join(lines)
+def response_head(status: int, headers: Iterable[Header], lines: bytes = b"") -> bytes:
+    """Bytes of a response's head.
+
+    Args:
+        status: HTTP status.
+        headers: headers.
+        lines: complete header lines that go before them.
+    """
+    written = b"".join([b"%b: %b\r\n" % header for header in headers])
+    return b"HTTP/1.1 %d %b\r\n%b%b\r\n" % (status, _PHRASES.get(status, b"Status"), lines, written)
 
 
 def error_body(message: str, kind: str, *, param: str | None = None, code: str | None = None) -> bytes:
@@ -77,6 +85,7 @@ class ResponseHead:
         chunked: whether the body comes in chunks.
         length: bytes of the body; None if chunked or ended by the connection's end.
         keep_alive: whether the connection can carry another request afterwards.
+        lines: the header lines that a client is to see, without the worker's `x-request-id`.
     """
 
     status: int
@@ -84,6 +93,7 @@ class ResponseHead:
     chunked: bool
     length: int | None
     keep_alive: bool
+    lines: bytes = b""
 
     def header(self, name: bytes) -> bytes:
         """Value of the first header called `name`, which is in lower case; empty if there is none."""
@@ -103,9 +113,15 @@ class _HeadCollector:
 def parse_response_head(head: bytes) -> ResponseHead:
     """Read a complete response head.
 
+    Workers send few different heads, a second's often all alike: short ones that were read before are looked up.
+
     Raises:
         MalformedError: it is not one.
     """
+    return _remembered_head(head) if len(head) <= _REMEMBERED_HEAD_BYTES else _read_head(head)
+
+
+def _read_head(head: bytes) -> ResponseHead:
     collector = _HeadCollector()
     parser: Any = httptools.HttpResponseParser(collector)
     try:
@@ -120,8 +136,12 @@ def parse_response_head(head: bytes) -> ResponseHead:
     empty = status < 200 or status in (204, 304)
     chunked = coding == b"chunked" and not empty
     length = 0 if empty else int(named[b"content-length"]) if b"content-length" in named and not chunked else None
-    framed = chunked or length is not None
-    return ResponseHead(status, tuple(collector.headers), chunked, length, framed and parser.should_keep_alive())
+    keep_alive = (chunked or length is not None) and parser.should_keep_alive()
+    lines = b"".join([b"%b: %b\r\n" % header for header in end_to_end(collector.headers, _NOT_FROM_WORKERS)])
+    return ResponseHead(status, tuple(collector.headers), chunked, length, keep_alive, lines)
+
+
+_remembered_head = lru_cache(maxsize=1024)(_read_head)
 
 
 # --- body framings -----------------------------------------------------------------------------------

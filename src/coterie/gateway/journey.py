@@ -12,26 +12,24 @@ from typing import Any
 from coterie.core import Decision, RouteRequest
 from coterie.errors import RequestError
 from coterie.gateway.client import Reply, Request
-from coterie.gateway.http1 import end_to_end
+from coterie.gateway.http1 import HOP_BY_HOP, end_to_end
 from coterie.gateway.stream import Relay
 
 REQUEST_ID = b"x-request-id"
 DOMAIN = b"x-coterie-domain"
 SESSION = b"x-coterie-session"
 
-_NOT_FOR_WORKERS = frozenset(
-    {
-        b"accept-encoding",  # the prefill reply must be readable
-        b"content-length",
-        b"content-type",
-        b"expect",
-        b"host",
-        b"x-data-parallel-rank",  # placement is the gateway's business
-        DOMAIN,
-        SESSION,
-        REQUEST_ID,
-    }
-)
+_NOT_FOR_WORKERS = HOP_BY_HOP | {
+    b"accept-encoding",  # the prefill reply must be readable
+    b"content-length",
+    b"content-type",
+    b"expect",
+    b"host",
+    b"x-data-parallel-rank",  # placement is the gateway's business
+    DOMAIN,
+    SESSION,
+    REQUEST_ID,
+}
 _VALID_LABEL = re.compile(rb"[!-~]{1,128}")
 _ids = Random()  # noqa: S311  (unique, not secret; seeded by the operating system)
 
@@ -116,8 +114,7 @@ def _label(request: Request, header: bytes, title: str) -> str | None:
 def worker_headers(request: Request, id_: str) -> bytes:
     """Header lines for both legs: the client's end-to-end headers and the request id."""
     lines = [b"%b: %b\r\n" % header for header in end_to_end(request.headers, _NOT_FOR_WORKERS)]
-    lines.append(b"x-request-id: %b\r\n" % id_.encode("ascii"))
-    return b"".join(lines)
+    return b"%bx-request-id: %b\r\n" % (b"".join(lines), id_.encode("ascii"))
 
 
 class DecisionLog:

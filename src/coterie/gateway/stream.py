@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from coterie.clock import Clock
 from coterie.core import Served
 from coterie.gateway.client import Reply
-from coterie.gateway.http1 import ChunkedFraming, Framing, Header, ResponseHead, end_to_end, error_body
+from coterie.gateway.http1 import ChunkedFraming, Framing, Header, ResponseHead, error_body
 from coterie.gateway.upstream import Upstream
 
-_NOT_FROM_WORKERS = frozenset({b"x-request-id"})
+_CHUNKED: tuple[Header, ...] = ((b"transfer-encoding", b"chunked"),)
 _EVENT_END = b"\n\n"
 
 
@@ -157,12 +157,10 @@ class Relay:
     def _start(self, first: bytes) -> None:
         assert self.head is not None
         self.first_byte_s = self._loop.time()
-        headers = end_to_end(self.head.headers, _NOT_FROM_WORKERS)
-        unchunked = self._payload is not None
-        if self.head.chunked and not unchunked:
-            headers.append((b"transfer-encoding", b"chunked"))
-        framed = not unchunked and (self.head.chunked or self.head.length is not None)
-        self._reply.start(self.head.status, [*headers, *self._headers], first, framed=framed)
+        head, unchunked = self.head, self._payload is not None
+        chunked = _CHUNKED if head.chunked and not unchunked else ()
+        framed = not unchunked and (head.chunked or head.length is not None)
+        self._reply.start(head.status, (*chunked, *self._headers), first, framed=framed, lines=head.lines)
 
     def served(self) -> Served | None:
         """What a reply that is complete gave; None where it was no stream, or nobody wanted to know."""

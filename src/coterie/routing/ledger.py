@@ -298,11 +298,15 @@ class Ledger:
 
     def _count(self, i: int, request: RouteRequest, sign: int, *, assigned: int) -> None:
         state = self._states[i]
-        self._states[i] = replace(
-            state,
-            requests=state.requests + sign,
-            tokens=state.tokens + sign * (request.prompt_tokens + request.output_tokens),
-            assigned=assigned,
+        self._states[i] = WorkerState(  # by position, not by `replace`, which takes four times as long
+            state.name,
+            state.group,
+            state.rank,
+            state.available,
+            state.requests + sign,
+            state.tokens + sign * (request.prompt_tokens + request.output_tokens),
+            assigned,
+            state.reading,
         )
         if self._others is not None:
             self._others.show(i, self._own(i))
