@@ -162,6 +162,73 @@ def test_a_request_that_the_decode_worker_refuses_leaves_no_lease(cluster, least
     assert 'outcome="failed"' not in HTTP.get(f"{least_load.admin_url}/metrics").text
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_an_output_that_ends_with_its_first_token_needs_no_decode_worker(cluster, least_load, path):
+    said = {"messages": [{"role": "user", "content": "Count"}]} if "chat" in path else {"prompt": PROMPTS[0]}
+    body = {"model": "tiny", **said, "max_tokens": 9, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    direct = cluster.decode_urls[0] + path
+    first = HTTP.post(direct, json=body).json()["choices"][0]["token_ids"][0]
+    usage = {"stream_options": {"include_usage": True}}
+    for ending in ({"max_tokens": 1}, {"stop_token_ids": [first]}):
+        whole = HTTP.post(direct, json={**body, **ending}).json()
+        streamed = HTTP.post(direct, json={**body, **ending, "stream": True, **usage}).text
+        requests = metric(cluster.decode_urls[0], "vllm:request_success_total")
+        requests += metric(cluster.decode_urls[1], "vllm:request_success_total")
+        got = HTTP.post(least_load.url + path, json={**body, **ending}).json()
+        events = HTTP.post(least_load.url + path, json={**body, **ending, "stream": True, **usage}).text
+        assert got["choices"] == whole["choices"]
+        assert as_said(events) == as_said(streamed)
+        assert_nothing_is_held(cluster)
+        served = sum(metric(url, "vllm:request_success_total") for url in cluster.decode_urls)
+        assert served - requests == (0 if "max_tokens" in ending else 2)  # to release the KV that was kept
+
+
+def as_said(events):
+    """The events of a stream, but for what differs from one request to the next."""
+    *data, done = [line[6:] for line in events.splitlines() if line.startswith("data: ")]
+    assert done == "[DONE]"
+    chunks = [json.loads(line) for line in data]
+    for chunk in chunks:
+        del chunk["id"], chunk["created"]
+        chunk.pop("kv_transfer_params", None)
+        chunk.get("usage", {}).pop("prompt_tokens_details", None)  # what was cached where
+    return chunks
+
+
+def test_a_first_token_may_not_end_an_output_that_must_go_on(cluster, least_load):
+    body = {"model": "tiny", "prompt": PROMPTS[1], "max_tokens": 9, "temperature": 0, "return_token_ids": True}
+    first = HTTP.post(f"{cluster.decode_urls[0]}/v1/completions", json=body).json()["choices"][0]["token_ids"][0]
+    limited = {**body, "stop_token_ids": [first], "min_tokens": 4}
+    expected = HTTP.post(f"{cluster.decode_urls[0]}/v1/completions", json=limited).json()["choices"]
+    assert len(expected[0]["token_ids"]) >= 4
+    assert HTTP.post(f"{least_load.url}/v1/completions", json=limited).json()["choices"] == expected
+
+
+def test_token_ids_are_answered_by_both_roles_as_by_one_process(cluster, least_load):
+    body = {"token_ids": list(range(200, 290)), "sampling_params": {"max_tokens": 6, "temperature": 0}}
+    path = "/inference/v1/generate"
+    expected = HTTP.post(cluster.decode_urls[1] + path, json=body).json()["choices"]
+    prefilled = metric(cluster.prefill_urls[0], "vllm:request_success_total")
+    for stream in (False, True):
+        reply = HTTP.post(least_load.url + path, json={**body, "stream": stream})
+        chunks = as_tokens(reply.text) if stream else reply.json()["choices"][0]["token_ids"]
+        assert chunks == expected[0]["token_ids"]
+    assert metric(cluster.prefill_urls[0], "vllm:request_success_total") - prefilled == 2
+    assert_nothing_is_held(cluster)
+
+
+def as_tokens(events):
+    chunks = [json.loads(line[6:]) for line in events.splitlines() if line.startswith("data: {")]
+    return [token for chunk in chunks for token in chunk["choices"][0]["token_ids"]]
+
+
+def test_cached_tokens_are_told_as_the_prefill_worker_counted_them(least_load):
+    body = {"model": "tiny", "prompt": [7, *range(300, 349)], "max_tokens": 4, "temperature": 0}
+    for cached in (0, 48):  # 50 tokens are 3 full blocks of 16; the first time the decode worker fetched them all
+        usage = HTTP.post(f"{least_load.url}/v1/completions", json=body).json()["usage"]
+        assert usage["prompt_tokens_details"] == {"cached_tokens": cached}
+
+
 def test_clients_that_leave_at_any_moment_leave_nothing_behind(cluster, locality):
     rng = random.Random(1)
     for _ in range(30):

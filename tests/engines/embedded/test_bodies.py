@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from coterie.engines.embedded.bodies import Chat, read_chat, read_completion, read_tokenize
+from coterie.engines.embedded.bodies import Chat, read_chat, read_completion, read_generate, read_tokenize
 from coterie.engines.embedded.messages import RemoteKv
 from coterie.engines.embedded.request import KeptBlocks
 from coterie.engines.embedded.sampling import SamplingParams
@@ -13,7 +13,7 @@ from coterie.engines.vllm_nixl import COMPLETIONS, VllmNixl
 from coterie.errors import RequestError
 
 REMOTE = RemoteKv("10.0.0.1", 5600, "0f" * 16, "cmpl-1", (4, 2), 20)
-KEPT = handoff_params("cmpl-1", KeptBlocks((4, 2), 20, 0.0), "0f" * 16, ("10.0.0.1", 5600), {})
+KEPT = handoff_params("cmpl-1", KeptBlocks((4, 2), 20, 0.0), 16, "0f" * 16, ("10.0.0.1", 5600), {})
 
 
 def completion(**fields):
@@ -111,9 +111,33 @@ def test_what_cannot_be_served_is_refused_by_name(fields, param, problem):
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"{", b"\xff", b"[" * 5000, b'{"prompt": "a", "n": 1'])
 def test_what_is_no_json_object_is_refused(body):
-    for read in (read_completion, read_chat, read_tokenize):
+    for read in (read_completion, read_chat, read_generate, read_tokenize):
         with pytest.raises(RequestError):
             read(body)
+
+
+def test_token_ids_have_their_sampling_fields_in_an_object_of_their_own():
+    def generate(**fields):
+        return read_generate(json.dumps(fields).encode())
+
+    body = {"token_ids": [5, 6], "model": "m", "stream": True, "request_id": "r", "output_mode": "tokens"}
+    call = generate(**body, sampling_params={"max_tokens": 3, "n": 2, "seed": 1, "detokenize": True})
+    assert (call.prompts, call.tokens, call.n, call.stream) == (((5, 6),), True, 2, True)
+    assert call.params == SamplingParams(max_tokens=3, seed=1)
+    assert generate(token_ids=[5], sampling_params={}).params.max_tokens is None  # as vLLM: to the end of the context
+    for wrong, param in [
+        ({"token_ids": [5]}, "sampling_params"),
+        ({"token_ids": [], "sampling_params": {}}, "token_ids"),
+        ({"sampling_params": {}}, "token_ids"),
+        ({"token_ids": [5], "sampling_params": {}, "max_tokens": 3}, "max_tokens"),
+        ({"token_ids": [5], "sampling_params": {"stream": True}}, "stream"),
+        ({"token_ids": [5], "sampling_params": {}, "output_mode": "text"}, "output_mode"),
+    ]:
+        with pytest.raises(RequestError) as refused:
+            generate(**wrong)
+        assert refused.value.param == param
+    with pytest.raises(RequestError, match="sampling_params must be a JSON object"):
+        generate(token_ids=[5], sampling_params=3)
 
 
 @pytest.mark.parametrize("messages", [[], [{}], [{"role": 1}], "hello", [1]])
@@ -133,15 +157,17 @@ def test_the_bodies_of_the_gateway_are_understood():
     assert (asked.params.max_tokens, asked.stream) == (1, False)
     handoff = gateway.handoff(json.dumps({"kv_transfer_params": {**KEPT, "coterie": {"v": 1}}}).encode())
     decode = read_completion(gateway.decode_body(call, handoff))
-    assert decode.transfer == Transfer(remote=REMOTE)
+    assert decode.transfer == Transfer(remote=REMOTE, remote_cached=16)
     assert (decode.params.max_tokens, decode.stream) == (30, True)
     release = read_completion(gateway.release_body(call, handoff))
-    assert (release.transfer, release.params.max_tokens) == (Transfer(remote=REMOTE), 1)
+    assert (release.transfer, release.params.max_tokens) == (Transfer(remote=REMOTE, remote_cached=16), 1)
 
 
 def test_what_a_router_adds_or_passes_on_is_read_or_left():
     params = {**KEPT, "coterie": {"v": 1, "counts": "..."}, "dcp_size": 1, "prompt_token_ids": [5, 6]}
-    assert completion(kv_transfer_params=params).transfer == Transfer(remote=REMOTE, prompt_ids=(5, 6))
+    assert completion(kv_transfer_params=params).transfer == Transfer(
+        remote=REMOTE, remote_cached=16, prompt_ids=(5, 6)
+    )
     assert completion(kv_transfer_params={"coterie": "counts"}).transfer == Transfer(asked="counts")
     nothing = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_port": None}
     assert completion(kv_transfer_params=nothing).transfer == Transfer(keep=True)

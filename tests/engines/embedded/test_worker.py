@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import signal
 import threading
@@ -112,6 +113,36 @@ def test_a_prefix_that_the_decode_worker_has_is_not_pulled_again(prefill, decode
     reply = decode.complete([*prompt, 5, 6, 7], kv_transfer_params=prefill.prefill([*prompt, 5, 6, 7]))
     assert tokens_of(reply) == expected
     assert reply["usage"]["prompt_tokens_details"]["cached_tokens"] == 64
+
+
+def test_cached_tokens_of_a_divided_request_are_those_of_the_prefill_worker(prefill, either):
+    prompt = some_prompt(50)
+    for cached in (0, 48):  # 3 blocks of 16 the second time, wherever the decode worker has them from
+        reply = either.complete(prompt, kv_transfer_params=prefill.prefill(prompt))
+        assert reply["usage"]["prompt_tokens_details"]["cached_tokens"] == cached
+
+
+def test_token_ids_in_give_token_ids_out(prefill, either):
+    prompt, path = some_prompt(), "/inference/v1/generate"
+    expected = tokens_of(prefill.complete(prompt))
+    sampling = {"max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    kept = {"kv_transfer_params": {"do_remote_decode": True}, "sampling_params": {**sampling, "max_tokens": 1}}
+    params = prefill.post(path, token_ids=prompt, **kept).json()["kv_transfer_params"]
+    body = {"token_ids": prompt, "sampling_params": sampling, "kv_transfer_params": params, "return_token_ids": True}
+    whole = either.post(path, **body).json()
+    assert whole["choices"][0]["token_ids"] == expected
+    assert "text" not in whole["choices"][0]
+    assert (whole["prompt_token_ids"], whole["usage"]["completion_tokens"]) == (prompt, 8)
+    options = {"stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True}
+    streamed = either.post(path, token_ids=prompt, sampling_params=sampling, **options).text
+    *data, done = [line[6:] for line in streamed.splitlines() if line.startswith("data: ")]
+    first, *others = [json.loads(line) for line in data]
+    assert done == "[DONE]"
+    assert first["prompt_token_ids"] == prompt
+    assert not any("prompt_token_ids" in chunk for chunk in others)
+    told = [token for chunk in (first, *others) for choice in chunk["choices"] for token in choice["token_ids"]]
+    assert told == expected
+    assert others[-1]["usage"]["completion_tokens"] == 8
 
 
 def test_kv_that_is_gone_fails_the_request_and_is_not_computed_again(prefill, decode):

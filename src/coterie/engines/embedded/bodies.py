@@ -1,4 +1,4 @@
-"""Reads the bodies of OpenAI's completion and chat requests.
+"""Reads the bodies of OpenAI's completion and chat requests, and of vLLM's for token ids in and out.
 
 A field that this engine would have to ignore is refused by name, unless its value asks for nothing.
 """
@@ -28,8 +28,7 @@ _Size = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 _Choices = Annotated[int, msgspec.Meta(ge=1, le=MAX_CHOICES)]
 _Prompts = str | list[int | str | list[_Size]]
 
-_TYPES: dict[str, Any] = {
-    "model": str,
+_SAMPLING: dict[str, Any] = {
     "n": _Choices,
     "max_tokens": _Size,
     "min_tokens": _Size,
@@ -40,24 +39,33 @@ _TYPES: dict[str, Any] = {
     "stop": str | list[str],
     "stop_token_ids": list[_Size],
     "ignore_eos": bool,
+}
+_FORM: dict[str, Any] = {
+    "model": str,
     "stream": bool,
     "stream_options": dict[str, bool | None],
     "return_token_ids": bool,
     FIELD: msgspec.Raw,
 }
-_COMPLETION = {**_TYPES, "prompt": _Prompts}
+_COMPLETION = {**_FORM, **_SAMPLING, "prompt": _Prompts}
 _MESSAGES = {
     "messages": list[dict[str, Any]],
     "add_generation_prompt": bool,
     "chat_template_kwargs": dict[str, Any],
 }
-_CHAT = {**_TYPES, **_MESSAGES, "max_completion_tokens": _Size}
+_CHAT = {**_FORM, **_SAMPLING, **_MESSAGES, "max_completion_tokens": _Size}
+_GENERATE = {
+    **_FORM,
+    "token_ids": Annotated[list[_Size], msgspec.Meta(min_length=1)],
+    "sampling_params": msgspec.Raw,
+}
 _TOKENIZE = {**_MESSAGES, "model": str, "prompt": str}
 
 _ASKS_NOTHING: dict[str, tuple[Any, ...]] = {
     "bad_words": ([],),
     "best_of": (1,),
     "continue_final_message": (False,),
+    "detokenize": (True,),
     "documents": ([],),
     "echo": (False,),
     "frequency_penalty": (0,),
@@ -66,6 +74,7 @@ _ASKS_NOTHING: dict[str, tuple[Any, ...]] = {
     "logit_bias": ({},),
     "logprobs": (False,),
     "min_p": (0,),
+    "output_mode": ("tokens",),
     "parallel_tool_calls": (True, False),
     "presence_penalty": (0,),
     "priority": (0,),
@@ -84,8 +93,8 @@ _ASKS_NOTHING: dict[str, tuple[Any, ...]] = {
 }
 """Values of fields that are not done here, but change nothing."""
 
-_FOR_RECORDS = ("user", "metadata")
-"""Fields that never change an output."""
+_FOR_RECORDS = ("user", "metadata", "request_id")
+"""Fields that never change an output; a request's id is that of its header."""
 
 _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 _object = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -108,12 +117,13 @@ class Chat:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A completion or chat request, checked.
+    """A request for output, checked.
 
     Attributes:
         model: asked for; None for whatever there is.
         prompts: of a completion; each gets `n` choices.
-        chat: the conversation; None for a completion.
+        chat: the conversation; None where there is a prompt.
+        tokens: whether the output is wanted as token ids, in the form of `/inference/v1/generate`.
         n: choices for each prompt.
         params: how they are chosen.
         stream: whether to answer by server-sent events.
@@ -126,6 +136,7 @@ class Call:
     model: str | None
     prompts: tuple[Prompt, ...]
     chat: Chat | None
+    tokens: bool
     n: int
     params: SamplingParams
     stream: bool
@@ -142,7 +153,8 @@ def read_completion(body: bytes) -> Call:
         RequestError: it is not a JSON object, or a field is unknown, not supported, missing or out of range.
     """
     values = _read(body, _COMPLETION)
-    return _call(values, _prompts(_required(values, "prompt")), None, values.get("max_tokens", COMPLETION_MAX_TOKENS))
+    limit = values.get("max_tokens", COMPLETION_MAX_TOKENS)
+    return _call(values, limit, prompts=_prompts(_required(values, "prompt")))
 
 
 def read_chat(body: bytes) -> Call:
@@ -152,7 +164,19 @@ def read_chat(body: bytes) -> Call:
         RequestError: as `read_completion`.
     """
     values = _read(body, _CHAT)
-    return _call(values, (), _chat(values), values.get("max_completion_tokens", values.get("max_tokens")))
+    return _call(values, values.get("max_completion_tokens", values.get("max_tokens")), chat=_chat(values))
+
+
+def read_generate(body: bytes) -> Call:
+    """Read a body of `/inference/v1/generate`.
+
+    Raises:
+        RequestError: as `read_completion`.
+    """
+    values = _read(body, _GENERATE)
+    sampling = _read(_required(values, "sampling_params"), _SAMPLING, "sampling_params")
+    prompt = tuple(_required(values, "token_ids"))
+    return _call({**values, **sampling}, sampling.get("max_tokens"), prompts=(prompt,), tokens=True)
 
 
 def read_tokenize(body: bytes) -> tuple[str | None, str | Chat]:
@@ -167,7 +191,14 @@ def read_tokenize(body: bytes) -> tuple[str | None, str | Chat]:
     return values.get("model"), _required(values, "prompt")
 
 
-def _call(values: dict[str, Any], prompts: tuple[Prompt, ...], chat: Chat | None, limit: int | None) -> Call:
+def _call(
+    values: dict[str, Any],
+    limit: int | None,
+    *,
+    prompts: tuple[Prompt, ...] = (),
+    chat: Chat | None = None,
+    tokens: bool = False,
+) -> Call:
     options = values.get("stream_options", {})
     if unknown := {name for name, wanted in options.items() if wanted} - {"include_usage", "continuous_usage_stats"}:
         raise RequestError(f"stream_options: {', '.join(sorted(unknown))} is not supported", "stream_options")
@@ -177,6 +208,7 @@ def _call(values: dict[str, Any], prompts: tuple[Prompt, ...], chat: Chat | None
         model=values.get("model"),
         prompts=prompts,
         chat=chat,
+        tokens=tokens,
         n=values.get("n", 1),
         params=_params(values, limit),
         stream=values.get("stream", False),
@@ -217,12 +249,12 @@ def _params(values: dict[str, Any], limit: int | None) -> SamplingParams:
 # --- fields ----------------------------------------------------------------------------------------------
 
 
-def _read(body: bytes, types: Mapping[str, Any]) -> dict[str, Any]:
+def _read(body: bytes | msgspec.Raw, types: Mapping[str, Any], name: str = "the body") -> dict[str, Any]:
     """The fields that say something."""
     try:
         fields = _object.decode(body)
     except _UNREADABLE as error:
-        raise RequestError(f"the body must be a JSON object: {error}") from None
+        raise RequestError(f"{name} must be a JSON object: {error}") from None
     values = {}
     for name, raw in fields.items():
         if bytes(raw) == b"null" or name in _FOR_RECORDS:

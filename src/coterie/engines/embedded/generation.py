@@ -68,11 +68,13 @@ class Generation:
     def params(self, choice: Choice) -> dict[str, Any] | None:
         """`kv_transfer_params` of an ended choice."""
         assert choice.finish is not None
-        envelopes = choice.finish.envelopes()
-        if choice.finish.kept is not None:
-            worker = self._worker
-            return handoff_params(self._name(choice), choice.finish.kept, worker.engine_id, worker.address, envelopes)
-        return envelopes or None
+        finish, worker = choice.finish, self._worker
+        envelopes = finish.envelopes()
+        if finish.kept is None:
+            return envelopes or None
+        return handoff_params(
+            self._name(choice), finish.kept, finish.cached_tokens, worker.engine_id, worker.address, envelopes
+        )
 
     def _name(self, choice: Choice) -> str:
         return f"{self._id}-{choice.index}"

@@ -17,9 +17,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from coterie.engines.embedded.bodies import Call, read_chat, read_completion, read_tokenize
+from coterie.engines.embedded.bodies import Call, read_chat, read_completion, read_generate, read_tokenize
 from coterie.engines.embedded.generation import Generation
-from coterie.engines.embedded.replies import DONE, Choice, Replies, error_body, usage
+from coterie.engines.embedded.replies import DONE, Choice, Form, Replies, error_body, usage
 from coterie.engines.embedded.transfer import FIELD
 from coterie.engines.embedded.worker import Worker
 from coterie.errors import CoterieError, EngineError, RequestError
@@ -29,6 +29,7 @@ _LONG_BYTES = 64 << 10
 _JSON = "application/json"
 _EVENTS = "text/event-stream; charset=utf-8"
 _MAX_ID = 128
+_PREFIXES: dict[Form, str] = {"completion": "cmpl", "chat": "chatcmpl", "tokens": "generate-tokens"}
 _TURNS = 8  # of the loop: more than it takes from a closed socket to the end of the answer
 
 
@@ -78,6 +79,9 @@ def app(worker: Worker) -> Starlette:
     async def chat(request: Request) -> Response:
         return await _generate(worker, request, read_chat)
 
+    async def generate(request: Request) -> Response:
+        return await _generate(worker, request, read_generate)
+
     return Starlette(
         routes=[
             Route("/health", health),
@@ -87,6 +91,7 @@ def app(worker: Worker) -> Starlette:
             Route("/tokenize", tokenize, methods=["POST"]),
             Route("/v1/completions", completions, methods=["POST"]),
             Route("/v1/chat/completions", chat, methods=["POST"]),
+            Route("/inference/v1/generate", generate, methods=["POST"]),
         ],
         exception_handlers={
             _RefusedError: _answer_refusal,
@@ -150,7 +155,7 @@ async def _body(request: Request) -> bytes:
     return bytes(body)
 
 
-# --- completions and chats -----------------------------------------------------------------------------
+# --- completions, chats and token ids -----------------------------------------------------------------------------
 
 
 async def _generate(worker: Worker, request: Request, read: Callable[[bytes], Call]) -> Response:
@@ -166,7 +171,13 @@ def _reply_id(request: Request, call: Call) -> str:
     """By the client's own id, if it is short and plain."""
     given = request.headers.get("x-request-id", "")
     plain = 0 < len(given) <= _MAX_ID and given.isascii() and given.isprintable()
-    return f"{'chatcmpl' if call.chat else 'cmpl'}-{given if plain else secrets.token_hex(16)}"
+    return f"{_PREFIXES[_form(call)]}-{given if plain else secrets.token_hex(16)}"
+
+
+def _form(call: Call) -> Form:
+    if call.tokens:
+        return "tokens"
+    return "chat" if call.chat else "completion"
 
 
 def _prompts(worker: Worker, call: Call) -> list[Sequence[int]]:
@@ -200,7 +211,7 @@ class _Answer:
             id_,
             worker.model,
             int(time.time()),
-            chat=call.chat is not None,
+            _form(call),
             with_ids=call.return_token_ids,
             with_usage=call.continuous_usage,
         )
@@ -242,7 +253,7 @@ class _Answer:
         await client.end(DONE)
 
     def _usage(self) -> dict[str, Any]:
-        return usage(self._generation.choices, self._call.n)
+        return usage(self._generation.choices, self._call.n, self._call.transfer.remote_cached)
 
 
 async def _catch_up() -> None:

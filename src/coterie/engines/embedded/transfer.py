@@ -30,6 +30,7 @@ class _Params(msgspec.Struct):
     remote_host: Annotated[str, msgspec.Meta(min_length=1, max_length=255)] | None = None
     remote_port: Annotated[int, msgspec.Meta(ge=1, le=65535)] | None = None
     remote_num_tokens: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)] | None = None
+    remote_prefill_cached_tokens: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)] | None = None
     tp_size: int | None = 1
     coterie: msgspec.Raw = msgspec.Raw(b"null")  # an envelope that a router passed on asks for nothing
 
@@ -45,12 +46,14 @@ class Transfer:
         keep: whether the prompt's KV is kept for a decode worker (`do_remote_decode`).
         remote: where the prompt's KV waits (`do_remote_prefill`); None to compute it here.
         asked: whether counts, or counts and output ids, are wanted.
+        remote_cached: tokens of the prompt that the prefill worker found in its cache; None where it does not say.
         prompt_ids: the prompt's tokens, which then is not tokenised; None where it does not say.
     """
 
     keep: bool = False
     remote: RemoteKv | None = None
     asked: Asked | None = None
+    remote_cached: int | None = None
     prompt_ids: tuple[int, ...] | None = None
 
 
@@ -68,7 +71,8 @@ def read_transfer(raw: bytes) -> Transfer:
     if params.do_remote_prefill and params.do_remote_decode:
         raise RequestError(f"{FIELD}: do_remote_prefill and do_remote_decode exclude one another", FIELD)
     ids = None if params.prompt_token_ids is None else tuple(params.prompt_token_ids)
-    return Transfer(bool(params.do_remote_decode), remote, _read_asked(params.coterie), ids)
+    cached = params.remote_prefill_cached_tokens if remote else None
+    return Transfer(bool(params.do_remote_decode), remote, _read_asked(params.coterie), cached, ids)
 
 
 def _read_remote(params: _Params) -> RemoteKv:
@@ -95,9 +99,17 @@ def _read_asked(raw: msgspec.Raw) -> Asked | None:
 
 
 def handoff_params(
-    request_id: str, kept: KeptBlocks, engine_id: str, address: tuple[str, int], envelopes: Mapping[str, Any]
+    request_id: str,
+    kept: KeptBlocks,
+    cached: int,
+    engine_id: str,
+    address: tuple[str, int],
+    envelopes: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """What a prefill worker's reply says: `kv_transfer_params` for the decode worker, and the counts."""
+    """What a prefill worker's reply says: `kv_transfer_params` for the decode worker, and the counts.
+
+    `cached` tokens of the prompt were in the prefill worker's cache; the decode worker's reply tells the client so.
+    """
     host, port = address
     return {
         "do_remote_prefill": True,
@@ -108,6 +120,7 @@ def handoff_params(
         "remote_host": host,
         "remote_port": port,
         "remote_num_tokens": kept.tokens,
+        "remote_prefill_cached_tokens": cached,
         "tp_size": 1,
         **envelopes,
     }
