@@ -32,8 +32,8 @@ check: install  ## format, lint, types, import layers
 test: vllm-env  ## everything, real vLLM included (under 25 minutes on two cores)
 	$(BIN)/pytest
 
-test-fast: install  ## what needs no vLLM (under 90 s)
-	$(BIN)/pytest -m 'not vllm'
+test-fast: install  ## what needs no vLLM and takes no minutes (under 90 s)
+	$(BIN)/pytest -m 'not vllm and not slow'
 
 demo: $(DEMO_NEEDS)  ## five policies on five workers of the embedded engine (a few minutes); ENGINE=vllm: real vLLM
 	@mkdir -p .demo

@@ -103,6 +103,14 @@ def test_a_lying_envelope_is_refused_by_name(broken, message):
         decode_counts(broken)
 
 
+def test_a_message_does_not_hold_what_was_sent():
+    envelope = encode_counts(ExpertCounts(ModelGeometry(1, 2, 1), np.array([[1, 0]], np.uint8), tokens=1, covered=1))
+    for name in envelope:
+        with pytest.raises(WireError) as refused:
+            decode_counts({**envelope, name: ["x" * 100_000] * 10})
+        assert len(str(refused.value)) < 300
+
+
 def test_an_expert_chosen_more_often_than_there_are_tokens_is_refused():
     # both layers sum to 2 tokens x top-2, but expert 0 would have been chosen twice by one token
     with pytest.raises(InputError, match="chosen 4 times by 2 tokens"):

@@ -91,7 +91,7 @@ def decode_counts(envelope: object) -> ExpertCounts:
     fields = _check_fields(envelope)
     dtype = _DTYPES.get(fields["dtype"]) if isinstance(fields["dtype"], str) else None
     if dtype is None:
-        raise WireError(f"counts envelope: dtype {fields['dtype']!r} is not one of {', '.join(_DTYPES)}")
+        raise WireError(f"counts envelope: dtype {_brief(fields['dtype'])} is not one of {', '.join(_DTYPES)}")
     for name in ("layers", "experts", "top_k", "tokens", "covered"):
         if type(fields[name]) is not int or fields[name] < 0:
             raise WireError(f"counts envelope: {name} must be a whole number, got {_brief(fields[name])}")
