@@ -1,4 +1,4 @@
-"""Files that commands write: refused before time is spent on their contents, and replaced at once or not at all."""
+"""Files that commands read, up to a bound, and write: refused early, and replaced at once or not at all."""
 
 from __future__ import annotations
 
@@ -8,6 +8,22 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from coterie.errors import ConfigError
+
+
+def read_text(path: str | os.PathLike[str], most_bytes: int) -> str:
+    """A text file's contents, in UTF-8.
+
+    Raises:
+        ConfigError: the file cannot be read, or is larger than `most_bytes`.
+    """
+    try:
+        with open(path, "rb") as file:
+            data = file.read(most_bytes + 1)  # a device has no size, and no end
+        if len(data) > most_bytes:
+            raise ConfigError(f"{path}: larger than {most_bytes} bytes")
+        return data.decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from None
 
 
 def check_target(path: Path, inputs: Sequence[Path] = ()) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 from scipy.optimize import nnls
 
 from coterie.errors import ConfigError, InputError
+from coterie.files import read_text
 
 COLUMNS = ("requests", "active_experts", "step_ms")
 """Columns of a file of measured steps, see `read_step_points`."""
@@ -175,14 +176,7 @@ def read_step_points(path: str | os.PathLike[str]) -> tuple[StepPoint, ...]:
     Raises:
         ConfigError: the file cannot be read or has other columns, or a value is no number above zero.
     """
-    try:
-        with open(path, encoding="utf-8", newline="") as file:
-            text = file.read(_MOST_BYTES + 1)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from None
-    if len(text) > _MOST_BYTES:
-        raise ConfigError(f"{path}: larger than {_MOST_BYTES} bytes")
-    header, *rows = list(csv.reader(text.splitlines())) or [[]]
+    header, *rows = list(csv.reader(read_text(path, _MOST_BYTES).splitlines())) or [[]]
     if tuple(header) != COLUMNS:
         raise ConfigError(f"{path}: the first line must be {','.join(COLUMNS)}, not {','.join(header)[:100]!r}")
     return tuple(_read_point(path, number, row) for number, row in enumerate(rows, start=2))

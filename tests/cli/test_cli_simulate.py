@@ -29,7 +29,9 @@ def inside(files, monkeypatch):
 
 def run(*arguments, trace="a.trace"):
     """Exit status of the command."""
-    fixed = ("--workload", trace, "--topology", "2P3D", "--duration-s", 1)
+    fixed = ["--workload", trace, "--topology", "2P3D"]
+    if "--arrivals" not in arguments:
+        fixed += ["--duration-s", 1]
     with pytest.raises(SystemExit) as ended:
         main(["simulate", *map(str, fixed), *map(str, arguments)])
     return ended.value.code
@@ -188,6 +190,9 @@ def test_experts_are_placed_on_ranks_by_blocks_or_by_use(capsys):
         (["--policies", "locality"], 1, "locality needs --profile"),
         (["--policies", "locality", "--profile", "other.profile", "--topology", "2P4D"], 1, "3 centroids for 4 decode"),
         (["--topology", "2D"], 1, "'2D' is not like 8P16D"),
+        (["--arrivals", "times.txt"], 1, "give either --rate or --arrivals"),
+        (["--graph-sizes", "1,many"], 2, "'1,many' is not like 1,2,4,8"),
+        (["--graph-sizes", "4,2"], 1, "graph_sizes must be ascending"),
         (["--rate", "-3"], 1, "rate_per_s must be above zero, got -3"),
         (["--steps", "a.trace"], 1, "a.trace: "),
         (["--workload", "no.trace"], 1, "no.trace"),
@@ -209,6 +214,38 @@ def test_what_the_last_run_cannot_do_is_said_before_the_first(arguments, message
     monkeypatch.setattr("coterie.cli.simulate.run", lambda *_, **__: pytest.fail("a run was made"))
     assert run("--rate", 30, *arguments) == 1
     assert message in capsys.readouterr().err
+
+
+def test_requests_come_at_the_times_of_a_log(files, capsys):
+    (files / "times.txt").write_text("".join(f"{1764489600 + i / 25}\n" for i in range(50)))
+    assert run("--arrivals", "times.txt", "--policies", "least_load", "--json") == 0
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    assert row["requests"] == 50
+    assert row["rate"] == pytest.approx(50 / (49 / 25))
+
+
+@pytest.mark.parametrize(
+    ("text", "flags", "message"),
+    [
+        ("0\nsoon\n", [], "line 2: 'soon' is no time in seconds"),
+        ("0\n2\n1\n", [], "line 3: 1 s comes before the line above it; sort the file"),
+        ("", [], "no line with a time"),
+        ("0\n", ["--duration-s", 5], "--duration-s goes with --rate"),
+        ("0\n", ["--burstiness", 5], "--burstiness goes with --rate"),
+    ],
+)
+def test_a_log_that_cannot_be_followed_is_named(files, text, flags, message, capsys):
+    (files / "times.txt").write_text(text)
+    assert run("--arrivals", "times.txt", *flags) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_batches_are_padded_to_captured_graphs(capsys):
+    def p50(*flags):
+        assert run("--rate", 30, "--policies", "least_load", "--json", *flags) == 0
+        return json.loads(capsys.readouterr().out)["rows"][0]["tpot_p50_ms"]
+
+    assert p50("--graph-sizes", "256") > p50()
 
 
 def test_the_refit_window_is_the_policys(monkeypatch, capsys):

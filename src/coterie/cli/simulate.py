@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import click
 import msgspec
+from click.core import ParameterSource
 
 from coterie.cli.show import show, working
 from coterie.cli.simulated import Simulated, page, sentences, tables
@@ -21,7 +22,7 @@ from coterie.placement import Placement
 from coterie.report import svg
 from coterie.report.page import write
 from coterie.routing import DECODE_POLICIES, DEFAULT_TAU, DEFAULT_WINDOW_S, PREFILL_POLICIES, Policy, make_policy
-from coterie.sim import Change, ClusterSpec, Drift, Mix, Stream, parse_topology
+from coterie.sim import Change, ClusterSpec, Drift, Mix, Stream, Traffic, parse_topology, read_arrivals
 from coterie.sim import simulate as run
 from coterie.sim.cluster import Cluster
 from coterie.sim.placement import placements_of
@@ -44,6 +45,13 @@ def _read_policies(ctx: click.Context, param: click.Parameter, value: str) -> tu
 
 def _read_rates(ctx: click.Context, param: click.Parameter, value: tuple[float, ...]) -> tuple[float, ...]:
     return _each_once(value)
+
+
+def _read_sizes(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, ...]:
+    try:
+        return tuple(map(int, value.split(","))) if value else ()
+    except ValueError:
+        raise click.BadParameter(f"{value!r} is not like 1,2,4,8") from None
 
 
 def _each_once(values: tuple[_T, ...]) -> tuple[_T, ...]:
@@ -108,6 +116,7 @@ class _Options:
     model: str | None
     topology: str
     rates: tuple[float, ...]
+    arrivals: Path | None
     policies: tuple[str, ...]
     prefill_policy: str
     profile: Path | None
@@ -124,6 +133,7 @@ class _Options:
     joins: tuple[tuple[str, float], ...]
     expert_ranks: int | None
     placement: str
+    graph_sizes: tuple[int, ...]
     kv_tokens: int | None
     prefill_first: bool
     seed: int
@@ -146,9 +156,11 @@ class _Options:
     "rates",
     callback=_read_rates,
     type=float,
-    required=True,
     multiple=True,
     help="Requests a second; repeat for more.",
+)
+@click.option(
+    "--arrivals", type=_PATH, help="Instead of --rate: a file with a time of arrival in seconds on each line."
 )
 @click.option(
     "--policies",
@@ -197,6 +209,9 @@ class _Options:
     show_default=True,
     help="Of experts on ranks; balanced: for each group's own requests, by the profile.",
 )
+@click.option(
+    "--graph-sizes", callback=_read_sizes, metavar="1,2,4,8", help="Batch sizes for which engines captured CUDA graphs."
+)
 @click.option("--kv-tokens", type=click.IntRange(1), help="Tokens of KV on each decode worker.  [default: unlimited]")
 @click.option("--prefill-first", is_flag=True, help="Clients get their first token from the prefill worker.")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Same seed, same numbers.")
@@ -213,7 +228,9 @@ def simulate(as_json: bool, html: Path | None, **given: Any) -> None:
     options = _Options(**given)
     if html:
         svg.check()
-        check_target(html, [path for path in (Path(options.workload), options.profile, options.steps) if path])
+        check_target(
+            html, [path for path in (Path(options.workload), options.profile, options.steps, options.arrivals) if path]
+        )
     with working("reading the workload") as tell:
         found = _Setting.of(options).run_all(tell)
     if html:
@@ -228,7 +245,7 @@ def simulate(as_json: bool, html: Path | None, **given: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Setting:
-    streams: tuple[Stream, ...]
+    traffic: tuple[Traffic, ...]
     spec: ClusterSpec
     changes: tuple[Change, ...]
     drift: Drift | None
@@ -238,7 +255,7 @@ class _Setting:
     @classmethod
     def of(cls, options: _Options) -> _Setting:
         """Read what the options name, and check that it goes together: no run is made before all can be."""
-        streams = tuple(Stream(rate, options.duration_s, options.burstiness) for rate in options.rates)
+        traffic = _traffic(options)
         topology = parse_topology(options.topology)
         changes = _changes(options, topology)
         groups = max([topology.decode, *(1 + _group_of(name) for name, _ in options.joins)])
@@ -250,6 +267,7 @@ class _Setting:
             topology.ranks,
             options.expert_ranks,
             step_time=source.step_time,
+            graph_sizes=options.graph_sizes,
             kv_tokens=options.kv_tokens,
             prefill_first=options.prefill_first,
             absent=_absent(changes),
@@ -258,7 +276,7 @@ class _Setting:
             spec = replace(spec, placements=_placements(source, spec))
         for policy in options.policies:
             _decode(policy, source, spec, options)
-        return cls(streams, spec, changes, drift, source, options)
+        return cls(traffic, spec, changes, drift, source, options)
 
     def run_all(self, tell: Callable[[str], object]) -> Simulated:
         """Every policy at every rate with every seed."""
@@ -267,18 +285,18 @@ class _Setting:
         notes = (*self.source.notes, warm_up) if options.warm_up_s else self.source.notes
         title = f"{options.topology}, {self.source.title}"
         found = Simulated(title, notes, events_of(self.changes, self.drift))
-        for stream in self.streams:
+        for traffic in self.traffic:
             for policy in options.policies:
                 for seed in range(options.seed, options.seed + options.seeds):
-                    tell(f"{policy} at {stream.rate_per_s:g} requests/s, seed {seed}")
-                    self._run(policy, stream, seed, found)
+                    tell(f"{policy} at {traffic.rate_per_s:g} requests/s, seed {seed}")
+                    self._run(policy, traffic, seed, found)
         return found
 
-    def _run(self, policy: str, stream: Stream, seed: int, found: Simulated) -> None:
+    def _run(self, policy: str, traffic: Traffic, seed: int, found: Simulated) -> None:
         options, clusters = self.options, list[Cluster]()
         row = run(
             self.source.population,
-            stream,
+            traffic,
             self.spec,
             prefill=make_policy(options.prefill_policy, self.spec.targets("prefill")),
             decode=_decode(policy, self.source, self.spec, options),
@@ -289,6 +307,18 @@ class _Setting:
             on_end=clusters.append,
         )
         found.add(row, clusters[0])
+
+
+def _traffic(options: _Options) -> tuple[Traffic, ...]:
+    if bool(options.rates) == (options.arrivals is not None):
+        raise ConfigError("give either --rate or --arrivals, by which requests come")
+    if options.arrivals is None:
+        return tuple(Stream(rate, options.duration_s, options.burstiness) for rate in options.rates)
+    source = click.get_current_context().get_parameter_source
+    for name in ("duration_s", "burstiness"):
+        if source(name) is ParameterSource.COMMANDLINE:
+            raise ConfigError(f"--{name.replace('_', '-')} goes with --rate; --arrivals has its own times")
+    return (read_arrivals(options.arrivals),)
 
 
 def _decode(name: str, source: Source, spec: ClusterSpec, options: _Options) -> Policy:

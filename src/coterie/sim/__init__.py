@@ -11,7 +11,7 @@ from coterie.sim.result import Row
 from coterie.sim.run import simulate
 from coterie.sim.spec import Change, ClusterSpec, parse_topology
 from coterie.sim.timeline import Recovery, Window, recoveries, windows
-from coterie.sim.workload import Drift, Mix, Population, RecordedTimes, Stream, Traffic, population_of
+from coterie.sim.workload import Drift, Mix, Population, RecordedTimes, Stream, Traffic, population_of, read_arrivals
 
 __all__ = [
     "Change",
@@ -30,6 +30,7 @@ __all__ = [
     "Window",
     "parse_topology",
     "population_of",
+    "read_arrivals",
     "recoveries",
     "simulate",
     "windows",

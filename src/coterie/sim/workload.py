@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Protocol
 
 import numpy as np
@@ -14,10 +15,12 @@ import numpy as np
 from coterie.activations import ActivationTrace
 from coterie.core import ExpertCounts, RouteRequest
 from coterie.errors import ConfigError, InputError
+from coterie.files import read_text
 from coterie.sim.experts import Experts, experts_of
 
 _TIMES, _ORDER, _MIX = 2, 3, 4  # streams of chance; 0 and 1 are the routing policies' (`routing.random_stream`)
 _CHUNK = 1024
+_MOST_ARRIVALS_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -164,6 +167,32 @@ class RecordedTimes:
     def times_s(self, rng: np.random.Generator) -> Iterator[float]:
         """See `Traffic.times_s`."""
         return iter(self.seconds)
+
+
+def read_arrivals(path: str | os.PathLike[str]) -> RecordedTimes:
+    """Read times of arrival from a text file: one in seconds on each line, in order; the first counts as 0.
+
+    Raises:
+        ConfigError: the file cannot be read, has no line or one that is no such time.
+    """
+    lines = read_text(path, _MOST_ARRIVALS_BYTES).splitlines()
+    times_s = [_time_of(path, number, line) for number, line in enumerate(lines, start=1)]
+    if not times_s:
+        raise ConfigError(f"{path}: no line with a time")
+    for number, (before_s, time_s) in enumerate(pairwise(times_s), start=2):
+        if time_s < before_s:
+            raise ConfigError(f"{path}: line {number}: {time_s:g} s comes before the line above it; sort the file")
+    return RecordedTimes(tuple(time_s - times_s[0] for time_s in times_s))
+
+
+def _time_of(path: str | os.PathLike[str], number: int, line: str) -> float:
+    try:
+        time_s = float(line)
+    except ValueError:
+        time_s = math.nan
+    if not math.isfinite(time_s):
+        raise ConfigError(f"{path}: line {number}: {line[:100]!r} is no time in seconds")
+    return time_s
 
 
 # --- what arrives --------------------------------------------------------------------------------------------
