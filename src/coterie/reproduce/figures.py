@@ -338,7 +338,7 @@ def prefix_cache(bench: Bench) -> Outcome:
         assert row.rate is not None
         setup = Setup("locality_refit", row.rate, topology="1P16D", cache_tokens=cached)
         change = bench.cell(row.workload, row.model).change(setup, row.against, msgspec.convert(row.metric, Metric))
-        lines.append(beside(row, change))
+        lines.append(replace(beside(row, change), setting=f"{row.setting}, {row.rate:g} requests/s"))
     return Outcome("prefix_cache", "Prefix cache, 1P16D: change of TPOT against round robin", tuple(lines))
 
 
