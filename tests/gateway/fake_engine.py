@@ -130,6 +130,7 @@ class FakeEngine:
         self.token_delay_s = 0.0
         self.answer: Answer = serve_well
         self.seen: list[Seen] = []
+        self.gets: list[Seen] = []
         self.aborted = 0
         self.connections = 0
         self.port = 0
@@ -189,6 +190,7 @@ class FakeEngine:
         body = await reader.readexactly(int(headers.get("content-length", 0)))
         exchange = Exchange(Seen(method, target, headers, body), writer)
         if method == "GET":
+            self.gets.append(exchange.seen)
             if target == "/health":
                 exchange.full(self.health, b"")
             elif target == "/metrics":

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import uvloop
-from fake_engine import FakeEngine, Kv
+from fake_engine import Answer, FakeEngine, Kv, serve_well
 
 from coterie.core import ExpertCounts
 from coterie.engines.vllm_nixl import VllmNixl
@@ -164,9 +164,12 @@ def configured(prefill: list[FakeEngine], decode: list[FakeEngine], **settings: 
 
 
 @contextlib.asynccontextmanager
-async def fakes(count: int, kv: Kv, counts: ExpertCounts | None = None) -> AsyncIterator[list[FakeEngine]]:
+async def fakes(
+    count: int, kv: Kv, counts: ExpertCounts | None = None, answer: Answer = serve_well
+) -> AsyncIterator[list[FakeEngine]]:
     engines = [FakeEngine(kv, counts=counts) for _ in range(count)]
     for engine in engines:
+        engine.answer = answer
         await engine.start()
     try:
         yield engines
@@ -177,13 +180,18 @@ async def fakes(count: int, kv: Kv, counts: ExpertCounts | None = None) -> Async
 
 @contextlib.asynccontextmanager
 async def cluster(
-    prefill: int = 1, decode: int = 2, *, counts: ExpertCounts | None = None, **settings: Any
+    prefill: int = 1,
+    decode: int = 2,
+    *,
+    counts: ExpertCounts | None = None,
+    answer: Answer = serve_well,
+    **settings: Any,
 ) -> AsyncIterator[Cluster]:
-    """A running gateway in front of healthy fakes."""
+    """A running gateway in front of healthy fakes, or of such as give another `answer` from the first probe on."""
     kv = Kv()
     async with (
-        fakes(prefill, kv, counts) as prefills,
-        fakes(decode, kv) as decodes,
+        fakes(prefill, kv, counts, answer) as prefills,
+        fakes(decode, kv, None, answer) as decodes,
         serving(configured(prefills, decodes, **settings), VllmNixl()) as served,
     ):
         running = Cluster(prefills, decodes, kv, served.gateway, served.url, served.admin_url)

@@ -14,6 +14,7 @@ from coterie.report.tables import printable
 
 _VERBS = {
     "serve": "run the gateway in front of running engines",
+    "key": "make an API key for a client of the gateway",
     "engine": "run one worker of the small engine that coterie brings along",
     "up": "run a local cluster: engines and gateway from one YAML file",
     "collect": "record which experts a set of prompts uses",

@@ -11,7 +11,8 @@ from typing import Any, Protocol, cast
 
 import httptools
 
-from coterie.gateway.http1 import MAX_HEAD_BYTES, Header, error_body, response_head
+from coterie.gateway.http1 import MAX_HEAD_BYTES, Header, RefusedError, error_body, response_head
+from coterie.gateway.keys import Key
 
 MAX_PIPELINED_BYTES = 64 << 10
 _DRAIN_S = 5.0
@@ -32,6 +33,7 @@ class Request:
         keep_alive: whether the client expects another request on the connection.
         http10: whether the client speaks HTTP/1.0, which has no chunks.
         arrived_s: when it was complete, on the loop's clock.
+        key: the API key that it shows; None where none is asked for.
     """
 
     method: str = ""
@@ -42,6 +44,7 @@ class Request:
     keep_alive: bool = True
     http10: bool = False
     arrived_s: float = 0.0
+    key: Key | None = None
 
     def header(self, name: bytes) -> bytes | None:
         """Value of the first header called `name`, which is in lower case."""
@@ -81,6 +84,8 @@ class Watcher(Protocol):
 
 
 Handler = Callable[[Request, "Reply"], Coroutine[Any, Any, None]]
+Doorman = Callable[[Request], None]
+"""Looks at a request's head before its body is read; raises `RefusedError` for one that is not to come in."""
 
 
 class Reply:
@@ -88,21 +93,22 @@ class Reply:
 
     Attributes:
         request: what is answered.
+        connection: what it is written to.
         status: status sent; 0 before the head is sent.
     """
 
-    __slots__ = ("_connection", "_watcher", "request", "status")
+    __slots__ = ("_watcher", "connection", "request", "status")
 
     def __init__(self, request: Request, connection: ClientConnection) -> None:
         self.request = request
         self.status = 0
         self._watcher: Watcher | None = None
-        self._connection = connection
+        self.connection = connection
 
     def watch(self, watcher: Watcher | None) -> None:
         """Tell `watcher` when the client stops keeping up and when it has caught up."""
         self._watcher = watcher
-        if watcher is not None and self._connection.full:
+        if watcher is not None and self.connection.full:
             watcher.on_full()
 
     def notify(self, *, full: bool) -> None:
@@ -129,13 +135,13 @@ class Reply:
             headers = (*headers, _CLOSING)
         head = response_head(status, headers, lines)
         if self.request.method == "HEAD":  # its reply is the head that GET would get
-            self._connection.write(head)
+            self.connection.write(head)
         else:
-            self._connection.write(head + first)
+            self.connection.write(head + first)
 
     def write(self, data: bytes) -> None:
         """Send bytes of the body, framing included."""
-        self._connection.write(data)
+        self.connection.write(data)
 
     def send(self, status: int, headers: Sequence[Header], body: bytes) -> None:
         """Send a complete reply."""
@@ -148,9 +154,14 @@ class Reply:
         headers = ((b"content-type", b"application/json"), *headers)
         self.send(status, headers, error_body(message, kind, **details))
 
+    def refuse(self, refused: RefusedError, headers: Sequence[Header] = ()) -> None:
+        """Send the error of a request that is not taken."""
+        headers = (*refused.headers, *headers)
+        self.send_error(refused.status, str(refused), refused.kind, headers, code=refused.code)
+
     def abort(self) -> None:
         """Cut the connection: the only honest end of a reply that cannot be completed."""
-        self._connection.abort()
+        self.connection.abort()
 
 
 class ClientConnection(asyncio.Protocol):
@@ -166,17 +177,23 @@ class ClientConnection(asyncio.Protocol):
     """
 
     __slots__ = (
-        "_body", "_body_size", "_closed", "_draining", "_handler", "_head_size", "_in_head", "_loop",
+        "_body", "_body_size", "_closed", "_doorman", "_draining", "_handler", "_head_size", "_in_head", "_loop",
         "_next", "_parser", "_partial", "_registry", "_reply", "_task", "_transport", "_waiting", "_waiting_size",
         "deadline", "full", "limits",
     )  # fmt: skip
 
     def __init__(
-        self, handler: Handler, limits: ClientLimits, registry: set[ClientConnection], loop: asyncio.AbstractEventLoop
+        self,
+        handler: Handler,
+        doorman: Doorman,
+        limits: ClientLimits,
+        registry: set[ClientConnection],
+        loop: asyncio.AbstractEventLoop,
     ) -> None:
         self.deadline = math.inf
         self.full = False
         self._handler = handler
+        self._doorman = doorman
         self.limits = limits
         self._registry = registry
         self._loop = loop
@@ -189,6 +206,12 @@ class ClientConnection(asyncio.Protocol):
         self._draining = False
         self._closed = False
         self._start_message()
+
+    @property
+    def peer(self) -> str:
+        """The client's address, without its port."""
+        assert self._transport is not None
+        return str(self._transport.get_extra_info("peername")[0])
 
     @property
     def busy(self) -> bool:
@@ -209,7 +232,7 @@ class ClientConnection(asyncio.Protocol):
             return
         try:
             self._feed(data)
-        except _RefusedError as refused:
+        except RefusedError as refused:
             self._refuse(refused)
         self._limit_pipelining()
 
@@ -254,7 +277,7 @@ class ClientConnection(asyncio.Protocol):
         if self.busy or self._draining or self._transport.is_closing():
             self.abort()
         elif self._partial:
-            self._refuse(_RefusedError(408, "the request did not arrive in time"))
+            self._refuse(RefusedError(408, "the request did not arrive in time"))
         else:
             self._transport.close()
 
@@ -296,7 +319,7 @@ class ClientConnection(asyncio.Protocol):
         except httptools.HttpParserCallbackError as error:
             raise error.__context__ or error from None
         except httptools.HttpParserError as error:
-            raise _RefusedError(400, f"not an HTTP/1.1 request: {error}") from None
+            raise RefusedError(400, f"not an HTTP/1.1 request: {error}") from None
         return data[:0]
 
     def _decline_upgrade(self) -> None:
@@ -306,7 +329,7 @@ class ClientConnection(asyncio.Protocol):
         """
         request = self._next
         if request.method == "CONNECT":
-            raise _RefusedError(405, "CONNECT is not served")
+            raise RefusedError(405, "CONNECT is not served")
         version = b"1.0" if request.http10 else b"1.1"
         lines = [b"%b %b HTTP/%b" % (request.method.encode(), request.target, version)]
         lines += [b"%b: %b" % header for header in request.headers if header[0] != b"upgrade"]
@@ -338,10 +361,11 @@ class ClientConnection(asyncio.Protocol):
             return
         self._in_head = False
         self._check_head_size(sum(len(name) + len(value) + 4 for name, value in request.headers))
+        self._doorman(request)
         self._check_body_size(int(request.header(b"content-length") or 0))
         coding = request.header(b"transfer-encoding") or b"chunked"
         if coding.lower() != b"chunked":
-            raise _RefusedError(501, f"transfer-encoding {coding!r} is not served; send chunked alone")
+            raise RefusedError(501, f"transfer-encoding {coding!r} is not served; send chunked alone")
         if not self.busy and (request.header(b"expect") or b"").lower() == b"100-continue":
             self.write(_CONTINUE)
 
@@ -367,11 +391,11 @@ class ClientConnection(asyncio.Protocol):
 
     def _check_head_size(self, size: int) -> None:
         if size > MAX_HEAD_BYTES:
-            raise _RefusedError(431, f"the headers are larger than {MAX_HEAD_BYTES} bytes")
+            raise RefusedError(431, f"the headers are larger than {MAX_HEAD_BYTES} bytes")
 
     def _check_body_size(self, size: int) -> None:
         if size > self.limits.body_bytes:
-            raise _RefusedError(413, f"the body is larger than {self.limits.body_bytes} bytes")
+            raise RefusedError(413, f"the body is larger than {self.limits.body_bytes} bytes")
 
     def _limit_pipelining(self) -> None:
         if self._waiting and self._waiting_size + len(self._waiting) * 1024 > MAX_PIPELINED_BYTES:
@@ -407,7 +431,7 @@ class ClientConnection(asyncio.Protocol):
             self._transport.resume_reading()
             self.deadline = self._loop.time() + self.limits.idle_s
 
-    def _refuse(self, refused: _RefusedError) -> None:
+    def _refuse(self, refused: RefusedError) -> None:
         """Answer a request that cannot be read on, then let what the client still sends run out.
 
         Closing at once would reset the connection, and the client would never see why.
@@ -418,15 +442,6 @@ class ClientConnection(asyncio.Protocol):
             self.shut()  # the reply in flight goes first, and is the last
             return
         assert self._transport is not None
-        reply = Reply(Request(keep_alive=False), self)
-        reply.send_error(refused.status, str(refused), "invalid_request_error")
+        Reply(Request(keep_alive=False), self).refuse(refused)
         self._transport.write_eof()
         self.deadline = self._loop.time() + _DRAIN_S
-
-
-class _RefusedError(Exception):
-    """A request that cannot be read to its end."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status

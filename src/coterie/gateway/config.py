@@ -64,6 +64,16 @@ class GatewayConfig:
         "Conversations (X-Coterie-Session) whose decode worker is remembered; 0 to choose anew at each turn.",
         fixed=True,
     )
+    api_keys: str | None = _option(None, "File with clients' API keys, as `coterie key new` prints them; see security.")
+    api_key_env: str | None = _option(None, "Environment variable that holds an API key for clients.", fixed=True)
+    worker_key_env: str | None = _option(
+        None, "Environment variable that holds the API key that workers want.", fixed=True
+    )
+    max_in_flight: int = _option(
+        0, "Requests that may be at workers at once; others wait. 0 for no bound: only you know what the workers hold."
+    )
+    max_queue: int = _option(1000, "Requests that may wait for --max-in-flight; one more is refused with 503.")
+    queue_timeout_s: float = _option(30.0, "How long a request may wait for its turn; then it is refused with 503.")
     keep_decisions: int = _option(256, "Decisions kept for the admin side.", fixed=True)
     log_requests: bool = _option(True, "Log one line per request; never its content.")
     startup_timeout_s: float = _option(60.0, "How long to wait for a worker of each role at start.", fixed=True)
@@ -91,7 +101,7 @@ class GatewayConfig:
                 raise ConfigError(f"{name}: must be from 0 to 65535, got {getattr(self, name)}")
         if self.kv_limit is not None and not 0 < self.kv_limit <= 1:
             raise ConfigError(f"kv_limit: must be above 0 and at most 1, got {self.kv_limit}")
-        for name in ("keep_decisions", "keep_sessions", "seed"):
+        for name in ("keep_decisions", "keep_sessions", "max_in_flight", "max_queue", "seed"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name}: must not be negative, got {getattr(self, name)}")
 
@@ -140,7 +150,7 @@ def load_config(file: Path | None, flags: Mapping[str, Any]) -> GatewayConfig:
     Raises:
         ConfigError: the file cannot be read, or a key or value is wrong.
     """
-    values = {**(_read_yaml(file) if file else {}), **flags}
+    values = {**(_read_settings(file) if file else {}), **flags}
     if unknown := sorted(values.keys() - FIELDS):
         raise ConfigError(f"{file}: unknown keys {', '.join(unknown)}; known are {', '.join(FIELDS)}")
     try:
@@ -149,15 +159,24 @@ def load_config(file: Path | None, flags: Mapping[str, Any]) -> GatewayConfig:
         raise ConfigError(f"{file or 'flags'}: {error}") from None
 
 
-def _read_yaml(file: Path) -> dict[str, Any]:
+def read_yaml(file: Path) -> Any:
+    """What a YAML file of at most `MAX_CONFIG_BYTES` holds.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
     try:
         with file.open("rb") as stream:
             text = stream.read(MAX_CONFIG_BYTES + 1)  # a device has no size, and no end
         if len(text) > MAX_CONFIG_BYTES:
             raise ConfigError(f"{file}: larger than {MAX_CONFIG_BYTES} bytes")
-        values = yaml.safe_load(text.decode("utf-8"))
+        return yaml.safe_load(text.decode("utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{file}: {error}") from None
+
+
+def _read_settings(file: Path) -> dict[str, Any]:
+    values = read_yaml(file)
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise ConfigError(f"{file}: expected a mapping of settings")
     return values

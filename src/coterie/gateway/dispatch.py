@@ -13,7 +13,7 @@ from coterie.engines.base import Call, Engine, Handoff, Prefilled
 from coterie.errors import CoterieError, EngineError, NoWorkerError, RequestError, WireError
 from coterie.gateway.client import Reply
 from coterie.gateway.config import GatewayConfig
-from coterie.gateway.http1 import HOP_BY_HOP, Header, end_to_end
+from coterie.gateway.http1 import HOP_BY_HOP, Header, RefusedError, end_to_end
 from coterie.gateway.journey import REQUEST_ID, DecisionLog, Journey, domain, session
 from coterie.gateway.metrics import Metrics
 from coterie.gateway.stream import Pace, Relay
@@ -302,7 +302,9 @@ def answer_error(journey: Journey, error: CoterieError) -> None:
         return
     journey.outcome = "error"
     reply, headers = journey.reply, _identity(journey.id)
-    if isinstance(error, RequestError):
+    if isinstance(error, RefusedError):
+        reply.refuse(error, headers)
+    elif isinstance(error, RequestError):
         reply.send_error(400, str(error), "invalid_request_error", headers, param=error.param)
     elif isinstance(error, NoWorkerError):
         reply.send_error(503, str(error), "unavailable_error", headers, code="no_worker")

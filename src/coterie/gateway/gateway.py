@@ -11,9 +11,11 @@ import msgspec
 from coterie.clock import Clock, SystemClock
 from coterie.engines.base import Engine
 from coterie.errors import CoterieError, RequestError
+from coterie.gateway.access import NO_ACCESS, Access
 from coterie.gateway.client import ClientConnection, ClientLimits, Reply, Request
 from coterie.gateway.config import GatewayConfig
 from coterie.gateway.dispatch import Dispatcher, answer_error, pass_through
+from coterie.gateway.entrance import Entrance
 from coterie.gateway.journey import Journey, request_id, worker_headers
 from coterie.gateway.metrics import Metrics
 from coterie.gateway.upstream import Collected, Patience
@@ -34,6 +36,7 @@ class Gateway:
         config: its configuration.
         engine: the dialect of its workers.
         clock: what its ledgers and policies read; by default the machine's.
+        access: its secrets; by default none.
 
     Attributes:
         config: its configuration.
@@ -41,16 +44,20 @@ class Gateway:
         prefill: prefill workers.
         decode: decode workers.
         metrics: its metrics.
+        entrance: lets requests in.
         dispatcher: takes requests through prefill and decode.
         clients: open client connections.
     """
 
-    def __init__(self, config: GatewayConfig, engine: Engine, clock: Clock | None = None) -> None:
+    def __init__(
+        self, config: GatewayConfig, engine: Engine, clock: Clock | None = None, access: Access = NO_ACCESS
+    ) -> None:
         clock = clock or SystemClock()
         self.engine = engine
-        self.prefill = Fleet("prefill", config.prefill, config, clock)
-        self.decode = Fleet("decode", config.decode, config, clock)
+        self.prefill = Fleet("prefill", config.prefill, config, clock, access)
+        self.decode = Fleet("decode", config.decode, config, clock, access)
         self.metrics = Metrics((self.prefill, self.decode))
+        self.entrance = Entrance(config, access, self.metrics)
         self.dispatcher = Dispatcher(engine, self.prefill, self.decode, config, self.metrics)
         self.clients: set[ClientConnection] = set()
         self._loop = asyncio.get_running_loop()
@@ -69,6 +76,7 @@ class Gateway:
         )
         for client in self.clients:
             client.limits = self._limits
+        self.entrance.configure(config)
         self.dispatcher.configure(config)
         for fleet in (self.prefill, self.decode):
             fleet.configure(config)
@@ -89,7 +97,7 @@ class Gateway:
 
     def connect(self) -> ClientConnection:
         """A protocol for a new client connection."""
-        return ClientConnection(self.handle, self._limits, self.clients, self._loop)
+        return ClientConnection(self.handle, self.entrance.check, self._limits, self.clients, self._loop)
 
     async def handle(self, request: Request, reply: Reply) -> None:
         """Answer one request."""
@@ -106,6 +114,7 @@ class Gateway:
 
     async def finish(self, grace_s: float) -> None:
         """Take no further request, let running ones end for up to `grace_s` seconds, cut the rest."""
+        self.entrance.gate.close()
         for client in list(self.clients):
             client.shut()
         await self._wait_for_clients(grace_s)
@@ -133,9 +142,9 @@ class Gateway:
         except RequestError as error:
             reply.send_error(400, str(error), "invalid_request_error", param=error.param)
             return
-        journey = Journey(id_, request, reply, worker_headers(request, id_))
+        journey = Journey(id_, request, reply, self._worker_headers(request, id_))
         try:
-            await self.dispatcher.dispatch(journey)
+            await self.entrance.admit(journey, self.dispatcher.dispatch)
         except CoterieError as error:
             answer_error(journey, error)
         except asyncio.CancelledError:
@@ -148,6 +157,9 @@ class Gateway:
             raise
         finally:
             self._record(journey)
+
+    def _worker_headers(self, request: Request, id_: str) -> bytes:
+        return worker_headers(request, id_, authorization=self.entrance.access.passes_authorization)
 
     async def _health(self, reply: Reply) -> None:
         missing = [fleet.role for fleet in (self.prefill, self.decode) if not fleet.available()]
@@ -165,7 +177,7 @@ class Gateway:
         patience = Patience(self.config.health_timeout_s, self.config.health_timeout_s)
         try:
             id_ = request_id(request)
-            await workers[0].pool.get(request.target, worker_headers(request, id_), models, patience)
+            await workers[0].pool.get(request.target, self._worker_headers(request, id_), models, patience)
         except CoterieError as error:
             answer_error(Journey("", request, reply, b""), error)
             return
@@ -191,6 +203,7 @@ class Gateway:
             worker.pool.expire(now_s)
         for client in [client for client in self.clients if client.deadline < now_s]:
             client.expire()
+        self.entrance.gate.expire(now_s)
         self._log_requests()
         self._sweeper = self._loop.call_later(SWEEP_S, self._sweep)
 
@@ -217,6 +230,7 @@ def _line(journey: Journey, now_s: float) -> bytes:
         {
             "time": round(time.time(), 3),
             "id": journey.id,
+            "key": journey.request.key.name if journey.request.key else "",
             "path": journey.request.path,
             "status": journey.reply.status,
             "outcome": journey.outcome,

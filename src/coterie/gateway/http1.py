@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import http
+import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar, Protocol
 
 import httptools
 import msgspec
+
+from coterie.errors import CoterieError
 
 Header = tuple[bytes, bytes]
 
@@ -42,6 +45,32 @@ class MalformedError(Exception):
     """Bytes that are not HTTP/1.1."""
 
 
+class RefusedError(CoterieError):
+    """A request that the gateway does not take.
+
+    Attributes:
+        status: HTTP status.
+        kind: the error's `type` in OpenAI's shape.
+        code: its `code`.
+        headers: to be sent along.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        kind: str = "invalid_request_error",
+        *,
+        code: str | None = None,
+        headers: Sequence[Header] = (),
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.kind = kind
+        self.code = code
+        self.headers = headers
+
+
 def end_to_end(headers: Iterable[Header], drop: frozenset[bytes]) -> list[Header]:
     """The headers that a proxy passes on: neither in `drop` nor named in Connection.
 
@@ -65,6 +94,11 @@ def response_head(status: int, headers: Iterable[Header], lines: bytes = b"") ->
     """
     written = b"".join([b"%b: %b\r\n" % header for header in headers])
     return b"HTTP/1.1 %d %b\r\n%b%b\r\n" % (status, _PHRASES.get(status, b"Status"), lines, written)
+
+
+def retry_after(seconds: float) -> Header:
+    """The header that says when to ask again, in whole seconds and at least one."""
+    return b"retry-after", b"%d" % max(1, math.ceil(seconds))
 
 
 def error_body(message: str, kind: str, *, param: str | None = None, code: str | None = None) -> bytes:

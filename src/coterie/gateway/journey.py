@@ -30,6 +30,7 @@ _NOT_FOR_WORKERS = HOP_BY_HOP | {
     SESSION,
     REQUEST_ID,
 }
+_WITHOUT_KEY = _NOT_FOR_WORKERS | {b"authorization"}
 _VALID_LABEL = re.compile(rb"[!-~]{1,128}")
 _ids = Random()  # noqa: S311  (unique, not secret; seeded by the operating system)
 
@@ -43,7 +44,8 @@ class Journey:
         request: what the client sent.
         reply: what it is sent.
         headers: header lines for the workers.
-        window: what is going on: "prefill", "handoff" (between the legs), "decode" (waiting), "stream".
+        window: what is going on: "queue" (before its turn), "prefill", "handoff" (between the legs), "decode"
+            (waiting), "stream".
         prefill: name of the prefill worker; empty where there was none.
         not_split: why the decode worker is to compute the prompt, too; None where a prefill worker does.
         prefill_s: seconds that the prefill leg took.
@@ -111,9 +113,16 @@ def _label(request: Request, header: bytes, title: str) -> str | None:
     return given.decode("ascii")
 
 
-def worker_headers(request: Request, id_: str) -> bytes:
-    """Header lines for both legs: the client's end-to-end headers and the request id."""
-    lines = [b"%b: %b\r\n" % header for header in end_to_end(request.headers, _NOT_FOR_WORKERS)]
+def worker_headers(request: Request, id_: str, *, authorization: bool = True) -> bytes:
+    """Header lines for both legs: the client's end-to-end headers and the request id.
+
+    Args:
+        request: the client's.
+        id_: of the request.
+        authorization: whether the client's Authorization header goes along.
+    """
+    drop = _NOT_FOR_WORKERS if authorization else _WITHOUT_KEY
+    lines = [b"%b: %b\r\n" % header for header in end_to_end(request.headers, drop)]
     return b"%bx-request-id: %b\r\n" % (b"".join(lines), id_.encode("ascii"))
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -117,12 +117,14 @@ class Metrics:
         reading_failures: readings of decode workers' metrics that failed, by worker.
         errors: transport errors by worker and kind.
         released: handoffs released without decoding, by outcome.
+        refusals: requests that were not taken, by reason.
         disconnects: clients that left, by what was going on.
         counts_problems: requests routed without counts, by kind.
         not_split: requests whose prompt a decode worker computed, by the reason.
         answered_by_prefill: requests that needed no decode worker, by the reason.
         total_s: seconds from a complete request to the end of its reply.
         first_byte_s: seconds to the first byte of its reply's body (time to first token, where streamed).
+        queue_s: seconds that requests which were let in had waited, where there is a bound on those in flight.
         prefill_s: seconds of the prefill leg.
         decode_s: seconds of the decode leg.
     """
@@ -136,6 +138,7 @@ class Metrics:
         self.reading_failures = self._counter("reading_failures", "Readings of metrics that failed.", "worker")
         self.errors = self._counter("transport_errors", "Workers that could not be talked to.", "worker", "kind")
         self.released = self._counter("handoffs_released", "Handoffs released without decoding.", "outcome")
+        self.refusals = self._counter("refusals", "Requests that were not taken.", "reason")
         self.disconnects = self._counter("client_disconnects", "Clients that left early.", "window")
         self.counts_problems = self._counter("counts_problems", "Requests routed without counts.", "kind")
         self.not_split = self._counter("not_split", "Requests that a decode worker computed alone.", "reason")
@@ -144,6 +147,7 @@ class Metrics:
         )
         self.total_s = self._histogram("request_seconds", "Seconds from a complete request to the reply's end.")
         self.first_byte_s = self._histogram("ttft_seconds", "Seconds to the first byte of the reply's body.")
+        self.queue_s = self._histogram("queue_seconds", "Seconds that requests waited for their turn.")
         self.prefill_s = self._histogram("prefill_seconds", "Seconds of the prefill leg.")
         self.decode_s = self._histogram("decode_seconds", "Seconds of the decode leg.")
 
@@ -152,6 +156,10 @@ class Metrics:
         self.decisions.inc(role, decision.worker, decision.reason)
         for worker, reason in decision.passed_over:
             self.passed_over.inc(worker, reason)
+
+    def show(self, name: str, text: str, read: Callable[[], float]) -> None:
+        """Have a gauge that is read when scraped."""
+        Gauge(f"coterie_{name}", text, registry=self.registry).set_function(read)
 
     def _counter(self, name: str, text: str, *labels: str) -> Labelled:
         counter = Labelled(f"coterie_{name}", text, labels)

@@ -13,6 +13,13 @@ from coterie.gateway.upstream import Consumer, Patience, Upstream, UpstreamError
 class Pool:
     """Sends requests to one worker over kept connections, opening as many as there are requests in flight.
 
+    Args:
+        title: see below.
+        url: where the worker is.
+        headers: header lines that every request gets, such as the worker's API key.
+        connect_timeout_s: how long it may take to accept a connection.
+        keep_idle_s: how long idle connections are kept.
+
     Attributes:
         title: the worker's role and name, for messages; never its URL.
         connections: all open connections, idle or not.
@@ -21,12 +28,14 @@ class Pool:
         keep_idle_s: how long idle connections are kept.
     """
 
-    def __init__(self, title: str, url: str, *, connect_timeout_s: float, keep_idle_s: float) -> None:
+    def __init__(
+        self, title: str, url: str, headers: bytes = b"", *, connect_timeout_s: float, keep_idle_s: float
+    ) -> None:
         self.title = title
         self.connections: set[Upstream] = set()
         self.heard_s = -math.inf
         self._host, self._port, self._prefix = split_url(url)
-        self._host_line = f"host: {self._host}:{self._port}\r\n".encode()
+        self._own_headers = f"host: {self._host}:{self._port}\r\n".encode() + headers
         self.connect_timeout_s = connect_timeout_s
         self.keep_idle_s = keep_idle_s
         self._idle: list[Upstream] = []
@@ -45,11 +54,13 @@ class Pool:
             UpstreamError: the reply did not arrive whole.
         """
         head = b"POST %b%b HTTP/1.1\r\n%b%bcontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
-        await self._send([head % (self._prefix, target, self._host_line, headers, len(body)), body], consumer, patience)
+        await self._send(
+            [head % (self._prefix, target, self._own_headers, headers, len(body)), body], consumer, patience
+        )
 
     async def get(self, target: bytes, headers: bytes, consumer: Consumer, patience: Patience) -> None:
         """Get `target`; as `post`."""
-        head = b"GET %b%b HTTP/1.1\r\n%b%b\r\n" % (self._prefix, target, self._host_line, headers)
+        head = b"GET %b%b HTTP/1.1\r\n%b%b\r\n" % (self._prefix, target, self._own_headers, headers)
         await self._send([head], consumer, patience)
 
     def keep(self, connection: Upstream) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable
@@ -16,6 +17,7 @@ import uvloop
 from coterie.activations import ActivationTrace
 from coterie.calibration import Profile
 from coterie.engines.base import Engine
+from coterie.gateway.access import read_access
 from coterie.gateway.admin import admin_app
 from coterie.gateway.background import work
 from coterie.gateway.config import GatewayConfig
@@ -84,12 +86,13 @@ async def serving(config: GatewayConfig, engine: Engine) -> AsyncIterator[Servin
         CoterieError: the gateway cannot start; nothing was served.
     """
     profile = Profile.load(Path(config.profile)) if config.profile else None
+    access = read_access(config, os.environ)
     trace = ActivationTrace.load(Path(config.trace)) if config.trace else None
     with (
         listen(config.host, config.port, "port") as listener,
         listen(config.admin_host, config.admin_port, "admin-port") as admin_listener,
     ):
-        gateway = Gateway(config, engine)
+        gateway = Gateway(config, engine, access=access)
         try:
             async with serving_app(admin_app(gateway), admin_listener, grace_s=_ADMIN_GRACE_S):
                 await start_up(gateway, profile, trace)

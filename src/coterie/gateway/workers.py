@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from coterie.clock import Clock
 from coterie.core import Decision, Role, RouteRequest, WorkerState
+from coterie.gateway.access import NO_ACCESS, Access
 from coterie.gateway.config import GatewayConfig
 from coterie.gateway.pool import Pool
 from coterie.routing import Filter, KvHeadroom, Ledger, Policy, no_queue, random_stream, route
@@ -22,13 +23,14 @@ class Worker:
 
     __slots__ = ("name", "pool", "problem", "role", "url")
 
-    def __init__(self, name: str, role: Role, url: str, config: GatewayConfig) -> None:
+    def __init__(self, name: str, role: Role, url: str, config: GatewayConfig, access: Access) -> None:
         self.name = name
         self.role = role
         self.url = url
         self.pool = Pool(
             f"{role} worker {name}",
             url,
+            access.worker_headers,
             connect_timeout_s=config.connect_timeout_s,
             keep_idle_s=config.keep_idle_s,
         )
@@ -45,10 +47,12 @@ class Fleet:
         clock: the ledger's and the policy's.
     """
 
-    def __init__(self, role: Role, urls: tuple[str, ...], config: GatewayConfig, clock: Clock) -> None:
+    def __init__(
+        self, role: Role, urls: tuple[str, ...], config: GatewayConfig, clock: Clock, access: Access = NO_ACCESS
+    ) -> None:
         self.role = role
         self.clock = clock
-        self.workers = {f"{role}-{i}": Worker(f"{role}-{i}", role, url, config) for i, url in enumerate(urls)}
+        self.workers = {f"{role}-{i}": Worker(f"{role}-{i}", role, url, config, access) for i, url in enumerate(urls)}
         self.targets = [WorkerState(name=name, group=name, available=False) for name in self.workers]
         self.ledger = Ledger(self.targets, clock, sessions=config.keep_sessions if role == "decode" else 0)
         self._policy: Policy | None = None
