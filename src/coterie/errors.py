@@ -9,6 +9,7 @@ CoterieError
 │   └── ConfigError       a flag or configuration key is unknown, missing or out of range
 ├── UnsupportedError      an engine, model or layout that coterie does not handle
 ├── EngineError           an engine answered wrongly or not at all
+│   └── UnresumableError  a stream cannot go on at another worker
 └── NoWorkerError         no worker can take the request now
 """
 
@@ -55,6 +56,10 @@ class UnsupportedError(CoterieError):
 
 class EngineError(CoterieError):
     """An engine answered wrongly or not at all."""
+
+
+class UnresumableError(EngineError):
+    """A stream cannot go on at another worker; the message says why."""
 
 
 class NoWorkerError(CoterieError):

@@ -81,6 +81,47 @@ class Answer:
     body: bytes
 
 
+class Transcript(Protocol):
+    """What of a stream has come so far, kept so that another worker can go on with it.
+
+    Attributes:
+        call: what its decode worker is asked: the client's request, and whatever is needed to follow the stream.
+        complete: whether no token of the output is missing; what closes the stream may be.
+        closed: whether the stream's last event has come.
+    """
+
+    call: Call
+    closed: bool
+
+    @property
+    def complete(self) -> bool:
+        """See the class."""
+        ...
+
+    def add(self, event: bytes) -> bytes:
+        """Take in the next event, without the empty line that ends it.
+
+        Returns:
+            What the client is sent, likewise; nothing where the client has it already.
+
+        Raises:
+            EngineError: the worker gives up, or sends what is not the rest of this stream.
+        """
+        ...
+
+    def resume(self) -> Call:
+        """The request for what is missing; the events that follow are those of its decode worker.
+
+        Raises:
+            UnresumableError: nobody can go on with this stream.
+        """
+        ...
+
+    def closing(self) -> list[bytes]:
+        """The events that are missing of a stream whose output is complete, as `add` takes them."""
+        ...
+
+
 class Engine(Protocol):
     """One engine's dialect of disaggregated serving."""
 
@@ -156,6 +197,24 @@ class Engine(Protocol):
 
     def decode_body(self, call: Call, handoff: Handoff | None) -> bytes:
         """Body for the decode server: the client's own fields, and the handoff if there is one."""
+        ...
+
+    def why_unresumable(self, call: Call, *, sampled: bool) -> str | None:
+        """Why another worker could not go on with the call's stream; None if it could.
+
+        Args:
+            call: the client's request.
+            sampled: whether an output that chance has a part in may go on.
+        """
+        ...
+
+    def transcript(self, call: Call, limit_tokens: int) -> Transcript:
+        """The transcript of a stream, for a call that `why_unresumable` has nothing against.
+
+        Args:
+            call: the client's request.
+            limit_tokens: most tokens of the prompt, and of the output, to be ready to go on with.
+        """
         ...
 
     def release_body(self, call: Call, handoff: Handoff) -> bytes:

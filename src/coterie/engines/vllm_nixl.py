@@ -20,7 +20,8 @@ import msgspec
 
 from coterie import wire
 from coterie.core import ExpertCounts, Reading
-from coterie.engines.base import Answer, Call, Fields, Handoff, Prefilled
+from coterie.engines import vllm_resume
+from coterie.engines.base import Answer, Call, Fields, Handoff, Prefilled, Transcript
 from coterie.engines.vllm_answers import CHAT, GENERATE, answer
 from coterie.errors import EngineError, InputError, RequestError, WireError
 
@@ -193,7 +194,10 @@ class VllmNixl:
             _cut(sampling)
             fields[name] = msgspec.Raw(_encode(sampling))
         fields["stream"] = _FALSE
-        fields[_PARAMS] = _ASK_PREFILL
+        if _PARAMS in fields:
+            fields[_PARAMS] = msgspec.Raw(_encode(_with_prompt(call, _object.decode(_ASK_PREFILL))))
+        else:
+            fields[_PARAMS] = _ASK_PREFILL
         return _encode(fields)
 
     def prefilled(self, reply: bytes) -> Prefilled:
@@ -241,11 +245,22 @@ class VllmNixl:
         """The client's own fields, and the opaque transfer parameters."""
         if handoff is None:
             return _encode(call.fields)
-        return _encode({**call.fields, _PARAMS: handoff.params})
+        return _encode({**call.fields, _PARAMS: _with_prompt(call, handoff.params)})
+
+    def why_unresumable(self, call: Call, *, sampled: bool) -> str | None:
+        """See `Engine.why_unresumable`."""
+        if call.path not in (COMPLETIONS, CHAT):
+            return f"it is a request of {call.path}"
+        return vllm_resume.why_unresumable(call, sampled=sampled)
+
+    def transcript(self, call: Call, limit_tokens: int) -> Transcript:
+        """See `Engine.transcript`."""
+        return vllm_resume.VllmTranscript(call, limit_tokens, chat=call.path == CHAT)
 
     def release_body(self, call: Call, handoff: Handoff) -> bytes:
         """The real request with one output token: pulling the KV is what makes the prefill server free it."""
-        return _encode({**msgspec.json.decode(self.prefill_body(call), type=Fields), _PARAMS: handoff.params})
+        fields = _object.decode(self.prefill_body(call))
+        return _encode({**fields, _PARAMS: _with_prompt(call, handoff.params)})
 
     def reading(self, reply: bytes) -> Reading:
         """Read a reply of `/metrics`; of several engines in one server the fullest, and the sum of their queues."""
@@ -265,6 +280,12 @@ class VllmNixl:
             return [model.id for model in _models.decode(reply).data]
         except _UNREADABLE as error:
             raise EngineError(f"the list of models cannot be read: {error}") from None
+
+
+def _with_prompt(call: Call, params: Fields) -> Fields:
+    """Transfer parameters, with the tokens that stand for a chat's messages where a call goes on with a stream."""
+    own = call.fields.get(_PARAMS)
+    return params if own is None else {**params, **_object.decode(own)}
 
 
 def _samples(reply: bytes, name: bytes) -> Iterator[tuple[bytes, float]]:

@@ -44,6 +44,14 @@ def test_no_half_character_is_shown(text):
     assert shown == text
 
 
+@pytest.mark.parametrize("text", ["a語b", "naïve 🙂"])
+def test_an_output_that_goes_on_within_a_character_ends_it(text):
+    tokens = TINY.encode(text)
+    for cut in range(len(tokens) + 1):
+        rest = TINY.detokenizer(tokens[:cut])
+        assert TINY.decode(tokens[:cut]) + "".join(map(rest.add, tokens[cut:])) == text
+
+
 def test_a_character_that_is_not_finished_is_left_out():
     tokens = TINY.encode("a語")
     assert TINY.decode(tokens[:-1]) == "a"

@@ -85,8 +85,8 @@ class ToyText:
     end_ids = frozenset({END})
     pieces = (b"a", b"b", b"c", b" ", b"\xc3", b"\xa9", b"ab", b"")
 
-    def detokenizer(self) -> Detokenizer:
-        return Detokenizer(self.pieces)
+    def detokenizer(self, before: Sequence[int] = ()) -> Detokenizer:
+        return Detokenizer(self.pieces, before)
 
 
 def expected_tokens(prompt: Sequence[int], params: SamplingParams, choice: int = 0) -> list[int]:

@@ -153,7 +153,7 @@ class Engine:
             if submission.id in self._live or submission.id in self._kept or submission.id in self._orphans:
                 raise RequestError(f"request id {submission.id!r} is in use")
             request = self._request(submission, limit)
-            self._live[request.id] = Live(request, sink, self._text.detokenizer())
+            self._live[request.id] = Live(request, sink, self._text.detokenizer(submission.prompt_ids))
             self._orders.put(partial(self._scheduler.add, request))
 
     def abort(self, request_id: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -33,8 +33,8 @@ class TextSource(Protocol):
         """Tokens that end an output."""
         ...
 
-    def detokenizer(self) -> OutputText:
-        """For one output."""
+    def detokenizer(self, before: Sequence[int]) -> OutputText:
+        """For one output, which follows these tokens."""
         ...
 
 

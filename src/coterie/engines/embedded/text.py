@@ -21,19 +21,33 @@ if TYPE_CHECKING:
 
 MAX_TEMPLATE_BYTES = 1 << 20
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+_LONGEST_START = 3  # bytes of a character that lacks its end, in UTF-8
 _SPACE = "\u2581"  # how SentencePiece writes a space
 
 
 class Detokenizer:
     """Text of one output, as its tokens come.
 
+    A prompt may end within a character, as that of an output that goes on does; its end is shown all the same.
+
     Args:
         pieces: bytes of each token.
+        before: tokens that the output follows.
     """
 
-    def __init__(self, pieces: Sequence[bytes]) -> None:
+    def __init__(self, pieces: Sequence[bytes], before: Sequence[int] = ()) -> None:
         self._pieces = pieces
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        self._decode(self._end_of(before))
+
+    def _end_of(self, tokens: Sequence[int]) -> bytes:
+        """Enough of their bytes to hold the beginning of a character."""
+        end = b""
+        for token in reversed(tokens):
+            if len(end) >= _LONGEST_START:
+                break
+            end = (self._pieces[token] if token < len(self._pieces) else b"") + end
+        return end
 
     def add(self, token_id: int) -> str:
         """The whole characters that this token completes.  Bytes that no character has become U+FFFD.
@@ -183,9 +197,9 @@ class Tokenizer:
         ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
         return ids
 
-    def detokenizer(self) -> Detokenizer:
-        """For one output; special tokens have no text."""
-        return Detokenizer(self._pieces)
+    def detokenizer(self, before: Sequence[int] = ()) -> Detokenizer:
+        """For one output, which follows these tokens; special tokens have no text."""
+        return Detokenizer(self._pieces, before)
 
     def decode(self, token_ids: Iterable[int]) -> str:
         """Text of a whole output."""
