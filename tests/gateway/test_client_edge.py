@@ -110,6 +110,18 @@ async def test_a_thousand_offers_to_upgrade_in_one_read_are_each_answered() -> N
             assert (await client.reply()).status == 200
 
 
+@pytest.mark.parametrize(
+    ("header", "status"), [("transfer-encoding: gzip\r\n", 501), (f"content-length: {1 << 40}\r\n", 413)]
+)
+@story
+async def test_a_request_that_offers_to_upgrade_is_refused_for_what_is_wrong_with_it(header: str, status: int) -> None:
+    async with cluster() as running, running.client() as client:
+        head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: h2c\r\n"
+        client.send(f"{head}{header}\r\n".encode())
+        assert (await client.reply()).status == status
+        assert await client.at_end()
+
+
 @pytest.mark.parametrize("path", ["/health", "/nowhere"])
 @story
 async def test_the_reply_to_head_has_no_body(path: str) -> None:

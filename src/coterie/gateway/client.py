@@ -313,14 +313,15 @@ class ClientConnection(asyncio.Protocol):
         """Parse `data`; return what is left of it after a head that offers to upgrade."""
         try:
             self._parser.feed_data(data)
+            return data[:0]
         except httptools.HttpParserUpgrade as upgrade:
-            self._decline_upgrade()
-            return data[upgrade.args[0] :]
+            rest = data[upgrade.args[0] :]
         except httptools.HttpParserCallbackError as error:
             raise error.__context__ or error from None
         except httptools.HttpParserError as error:
             raise RefusedError(400, f"not an HTTP/1.1 request: {error}") from None
-        return data[:0]
+        self._decline_upgrade()  # not where the upgrade is handled: it would become the context of what this raises
+        return rest
 
     def _decline_upgrade(self) -> None:
         """Read the head again as if it had not offered another protocol, as RFC 9110, section 7.8, lets a server.
