@@ -24,8 +24,9 @@ MESSAGE = {"role": "assistant", "content": "", "refusal": None, "tool_calls": []
 TALK = {**OPENAI, "object": "chat.completion", "choices": [{"index": 0, "message": MESSAGE, **ENDED}]}
 TOKENS = {
     "request_id": "g-1",
+    "output_mode": "tokens",
     "created": 5,
-    "choices": [{"index": 0, "token_ids": [7], **ENDED}],
+    "choices": [{"index": 0, "token_ids": [7], **ENDED, "sampling_mask": None}],
     "usage": USAGE,
     "prompt_token_ids": [1, 2, 3],
 }
@@ -77,6 +78,14 @@ def test_a_streamed_chat_tells_everything_that_its_message_said() -> None:
     assert chunks[1]["choices"] == [{"index": 0, "delta": delta, **ENDED, "token_ids": [4]}]
 
 
+def test_the_fingerprint_of_the_server_comes_with_the_last_event_and_nulls_of_the_usage_do_not_come() -> None:
+    reply = {**TALK, "system_fingerprint": "f", "usage": {**USAGE, "completion_tokens_details": None}}
+    for options, last in (({}, 1), ({"stream_options": {"include_usage": True}}, 2)):
+        chunks = events(answered(CHAT, reply, stream=True, **options))
+        assert [chunk.get("system_fingerprint") for chunk in chunks] == [None] * last + ["f"]
+    assert chunks[-1]["usage"] == USAGE
+
+
 def test_usage_that_is_wanted_all_the_time_counts_up() -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     chunks = events(answered(CHAT, TALK, stream=True, stream_options=options))
@@ -89,11 +98,11 @@ def test_streamed_token_ids_keep_vllm_s_own_form() -> None:
     assert chunks == [
         {
             "request_id": "g-1",
-            "created": 5,
-            "choices": [{"index": 0, "token_ids": [7], **ENDED}],
+            "output_mode": "tokens",
+            "choices": [{"index": 0, "token_ids": [7], **ENDED, "sampling_mask": None}],
             "prompt_token_ids": [1, 2, 3],
         },
-        {"request_id": "g-1", "created": 5, "choices": [], "usage": USAGE},
+        {"request_id": "g-1", "output_mode": "tokens", "choices": [], "usage": USAGE},
     ]
 
 

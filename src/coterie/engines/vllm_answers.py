@@ -18,12 +18,14 @@ _JSON = b"application/json"
 _EVENTS = b"text/event-stream; charset=utf-8"
 _DONE = b"data: [DONE]\n\n"
 _NULL = msgspec.Raw(b"null")
-_NO_CHOICES = msgspec.Raw(b"[]")
-_ENVELOPE = ("id", "request_id", "object", "created", "model", "system_fingerprint")
+_NONE = msgspec.Raw(b"[]")
+_ENVELOPE = ("id", "object", "created", "model")
+_TOKENS_ENVELOPE = ("request_id", "output_mode")
+_WITH_THE_FIRST = ("prompt_token_ids", "mm_placeholders")
+_WITH_THE_LAST = "system_fingerprint"
 _ALWAYS = ("logprobs", "finish_reason", "stop_reason")
-"""What vLLM's events hold even where it is null."""
+"""What events of completions and chats hold even where it is null; those of token ids hold all."""
 
-_NOT_STREAMED = ("prompt_logprobs",)
 _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 _encode = msgspec.json.Encoder().encode
 
@@ -70,18 +72,27 @@ def _read_options(call: Call) -> _StreamOptions:
 
 def _chunks(path: str, reply: Fields, options: _StreamOptions) -> list[Fields]:
     (choice,) = _choices.decode(reply["choices"])
-    envelope = {name: reply[name] for name in _ENVELOPE if reply.get(name, _NULL) != _NULL}
-    output = {name: raw for name, raw in choice.items() if raw != _NULL or name in _ALWAYS}
-    for name in _NOT_STREAMED:
-        output.pop(name, None)
+    reply = _said(reply)
+    shared = _TOKENS_ENVELOPE if path == GENERATE else _ENVELOPE
+    envelope = {name: reply[name] for name in shared if name in reply}
     if path == CHAT:
         envelope["object"] = msgspec.Raw(b'"chat.completion.chunk"')
-        chunks = [{**envelope, "choices": _opening(choice)}, {**envelope, "choices": _one(_delta(output))}]
+        chunks = [{**envelope, "choices": _opening(choice)}, {**envelope, "choices": _one(_delta(choice))}]
+    elif path == GENERATE:
+        chunks = [{**envelope, "choices": _one(choice)}]
     else:
-        chunks = [{**envelope, "choices": _one(output)}]
-    if reply.get("prompt_token_ids", _NULL) != _NULL:
-        chunks[0]["prompt_token_ids"] = reply["prompt_token_ids"]
-    return _with_usage(chunks, envelope, reply, options)
+        chunks = [{**envelope, "choices": _one(_output(choice))}]
+    chunks[0].update({name: reply[name] for name in _WITH_THE_FIRST if name in reply})
+    if options.include_usage:
+        chunks = _with_usage(chunks, envelope, reply, options)
+    if _WITH_THE_LAST in reply:
+        chunks[-1][_WITH_THE_LAST] = reply[_WITH_THE_LAST]
+    return chunks
+
+
+def _said(fields: Fields) -> Fields:
+    """The fields that are not null."""
+    return {name: raw for name, raw in fields.items() if raw != _NULL}
 
 
 def _opening(choice: Fields) -> msgspec.Raw:
@@ -90,10 +101,15 @@ def _opening(choice: Fields) -> msgspec.Raw:
     return _one({"index": choice["index"], "delta": delta, "logprobs": None, "finish_reason": None})
 
 
-def _delta(output: Fields) -> Fields:
+def _output(choice: Fields) -> Fields:
+    return {name: raw for name, raw in choice.items() if raw != _NULL or name in _ALWAYS}
+
+
+def _delta(choice: Fields) -> Fields:
     """The output of a chat: what is said in `message`, but for the role, is said in `delta`."""
+    output = _output(choice)
     message = _fields.decode(output.pop("message"))
-    said = {name: raw for name, raw in message.items() if name != "role" and raw not in (_NULL, _NO_CHOICES)}
+    said = {name: raw for name, raw in _said(message).items() if name != "role" and raw != _NONE}
     if "tool_calls" in said:
         calls = _choices.decode(said["tool_calls"])
         said["tool_calls"] = _raw([{"index": number, **call} for number, call in enumerate(calls)])
@@ -101,14 +117,13 @@ def _delta(output: Fields) -> Fields:
 
 
 def _with_usage(chunks: list[Fields], envelope: Fields, reply: Fields, options: _StreamOptions) -> list[Fields]:
-    if not options.include_usage:
-        return chunks
     if options.continuous_usage_stats:
-        total = _usage.decode(reply["usage"])
+        usage = _usage.decode(reply["usage"])
         for number, chunk in enumerate(chunks):
-            output = total.completion_tokens if number == len(chunks) - 1 else 0
-            chunk["usage"] = _raw(_so_far(total.prompt_tokens, output))
-    return [*chunks, {**envelope, "choices": _NO_CHOICES, "usage": reply["usage"]}]
+            output = usage.completion_tokens if number == len(chunks) - 1 else 0
+            chunk["usage"] = _raw(_so_far(usage.prompt_tokens, output))
+    total = _raw(_said(_fields.decode(reply["usage"])))
+    return [*chunks, {**envelope, "choices": _NONE, "usage": total}]
 
 
 def _so_far(prompt: int, output: int) -> dict[str, int]:
