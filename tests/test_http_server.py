@@ -6,7 +6,8 @@ import contextlib
 import pytest
 
 from coterie import http_server
-from coterie.http_server import listen, serving_app
+from coterie.errors import ConfigError
+from coterie.http_server import listen, port_of, reserve, serving_app
 
 ASK = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 4\r\n\r\n"
 
@@ -104,3 +105,18 @@ def test_a_head_without_end_is_cut_off_by_its_size():
             assert (await exchange(connect, ASK[:-2] + line * 30 + b"connection: close\r\n\r\nabcd")).endswith(b"abcd")
 
     asyncio.run(story())
+
+
+def test_an_address_is_shared_by_those_who_reserve_it_and_with_nobody_else_once_one_listens():
+    with reserve("127.0.0.1", 0, "port", alone=True) as first:
+        port = port_of(first)
+        message = f"cannot listen on 127.0.0.1 port {port}: .*; choose another --port"
+        with reserve("127.0.0.1", port, "port") as second:
+            second.listen()
+            reserve("127.0.0.1", port, "port").close()
+            with pytest.raises(ConfigError, match=message):
+                listen("127.0.0.1", port, "port")
+            with pytest.raises(ConfigError, match=message):
+                reserve("127.0.0.1", port, "port", alone=True)
+    with listen("127.0.0.1", port, "port"), pytest.raises(ConfigError, match=message):
+        reserve("127.0.0.1", port, "port")

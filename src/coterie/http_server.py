@@ -43,10 +43,46 @@ def listen(host: str, port: int, flag: str) -> socket.socket:
         raise ConfigError(f"cannot listen on {host} port {port}: {error.strerror}; choose another --{flag}") from None
 
 
+def reserve(host: str, port: int, flag: str, *, alone: bool = False) -> socket.socket:
+    """A socket that has its address, but does not listen yet; other processes of this user may have the same one.
+
+    Args:
+        host: address of either family.
+        port: of it; 0 takes a free one.
+        flag: what the user would change, for the error.
+        alone: whether nobody may have the address yet.
+
+    Raises:
+        ConfigError: the address cannot be had.
+    """
+    if alone and port:
+        listen(host, port, flag).close()
+    reserved = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        if reserved.family == socket.AF_INET6:
+            reserved.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)  # as `listen` has it
+        reserved.bind((host, port))
+    except OSError as error:
+        reserved.close()
+        raise ConfigError(f"cannot listen on {host} port {port}: {error.strerror}; choose another --{flag}") from None
+    return reserved
+
+
+def port_of(listener: socket.socket) -> int:
+    """The port that a socket has."""
+    return int(listener.getsockname()[1])
+
+
+def address_url(host: str, port: int) -> str:
+    """The URL of an address of either family."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
 def url_of(listener: socket.socket) -> str:
     """Where a listening socket is reached."""
-    host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return address_url(*listener.getsockname()[:2])
 
 
 @contextlib.asynccontextmanager

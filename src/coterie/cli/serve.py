@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import typing
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import click
 
 from coterie.engines.vllm_nixl import VllmNixl
 from coterie.gateway.config import FIELDS, GatewayConfig, load_config
+from coterie.gateway.processes import run_processes
 from coterie.gateway.server import Serving, run
 
 
@@ -39,11 +41,15 @@ def _serve(config: str | None, **flags: Any) -> None:
     """
     given = {name: value for name, value in flags.items() if value not in (None, ())}
     settings = load_config(Path(config) if config else None, given)
-    _set_up_logging()
-    run(settings, VllmNixl(), on_ready=_announce)
+    set_up_logging()
+    if settings.processes == 1:
+        run(settings, VllmNixl(), on_ready=lambda served: _announce(describe(served)))
+    else:
+        command = [sys.executable, "-m", "coterie.cli.serve_process"]
+        run_processes(settings, command, on_ready=_announce)
 
 
-def _set_up_logging() -> None:
+def set_up_logging() -> None:
     """Everything to stderr; requests as bare lines of JSON."""
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
@@ -54,22 +60,27 @@ def _set_up_logging() -> None:
     requests.propagate = False
 
 
-def _announce(served: Serving) -> None:
+def _announce(lines: Iterable[str]) -> None:
+    for line in lines:
+        click.echo(line)
+
+
+def describe(served: Serving) -> Iterator[str]:
     """One line each: mode, workers, policies, profile, addresses."""
     gateway = served.gateway
     config, profile = gateway.config, served.profile
-    click.echo("mode      disaggregated, in vLLM's protocol (kv_transfer_params): decode worker chosen after prefill")
+    yield "mode      disaggregated, in vLLM's protocol (kv_transfer_params): decode worker chosen after prefill"
     for worker in gateway.workers:
-        click.echo(f"worker    {worker.name} {worker.url} {worker.problem or 'available'}")
+        yield f"worker    {worker.name} {worker.url} {worker.problem or 'available'}"
     assert gateway.prefill.policy is not None
     assert gateway.decode.policy is not None
-    click.echo(f"policy    prefill: {gateway.prefill.policy.name}, decode: {gateway.decode.policy.name}")
+    yield f"policy    prefill: {gateway.prefill.policy.name}, decode: {gateway.decode.policy.name}"
     if profile is not None:
-        click.echo(f"profile   {config.profile}: {profile.model}, {profile.geometry}, {profile.clusters} centroids")
+        yield f"profile   {config.profile}: {profile.model}, {profile.geometry}, {profile.clusters} centroids"
     else:
-        click.echo("profile   none")
-    click.echo(f"serving   {served.url}")
-    click.echo(f"admin     {served.admin_url}/metrics /workers /decisions /policies /config /health")
+        yield "profile   none"
+    yield f"serving   {served.url}"
+    yield f"admin     {served.admin_url}/metrics /workers /decisions /policies /config /health"
 
 
 _hints = typing.get_type_hints(GatewayConfig)

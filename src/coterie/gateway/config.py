@@ -13,6 +13,7 @@ import yaml
 
 from coterie.errors import ConfigError
 from coterie.gateway.pool import split_url
+from coterie.routing.shared_load import MOST_ROWS
 
 MAX_CONFIG_BYTES = 1 << 20
 
@@ -57,6 +58,7 @@ class GatewayConfig:
     port: int = _option(8000, "Port to serve clients on.", fixed=True)
     admin_host: str = _option("127.0.0.1", "Address of the admin side (metrics, workers, decisions).", fixed=True)
     admin_port: int = _option(8001, "Port of the admin side.", fixed=True)
+    processes: int = _option(1, "Processes that serve clients on the one port, at most 64.", fixed=True)
     seed: int = _option(0, "Seed of the policies' random choices.", fixed=True)
     default_output_tokens: int = _option(256, "Output tokens to expect of a request that sets no limit.")
     keep_sessions: int = _option(
@@ -99,11 +101,21 @@ class GatewayConfig:
         for name in ("port", "admin_port"):
             if not 0 <= getattr(self, name) <= 65535:
                 raise ConfigError(f"{name}: must be from 0 to 65535, got {getattr(self, name)}")
+        self._check_processes()
         if self.kv_limit is not None and not 0 < self.kv_limit <= 1:
             raise ConfigError(f"kv_limit: must be above 0 and at most 1, got {self.kv_limit}")
         for name in ("keep_decisions", "keep_sessions", "max_in_flight", "max_queue", "seed"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name}: must not be negative, got {getattr(self, name)}")
+
+    def _check_processes(self) -> None:
+        if not 1 <= self.processes <= MOST_ROWS:
+            raise ConfigError(f"processes: must be from 1 to {MOST_ROWS}, got {self.processes}")
+        if self.processes > 1 and self.resolved_decode_policy in ("locality_refit", "locality_adaptive"):
+            raise ConfigError(
+                f"processes: {self.resolved_decode_policy} refits the centroids of one process; "
+                "use --processes 1, or --decode-policy locality or marginal"
+            )
 
     @property
     def resolved_decode_policy(self) -> str:

@@ -18,6 +18,7 @@ from coterie.gateway.dispatch import Dispatcher, answer_error, pass_through
 from coterie.gateway.entrance import Entrance
 from coterie.gateway.journey import Journey, request_id, worker_headers
 from coterie.gateway.metrics import Metrics
+from coterie.gateway.seat import Seat
 from coterie.gateway.upstream import Collected, Patience
 from coterie.gateway.workers import Fleet, Worker
 
@@ -37,6 +38,7 @@ class Gateway:
         engine: the dialect of its workers.
         clock: what its ledgers and policies read; by default the machine's.
         access: its secrets; by default none.
+        seat: its place among the processes of the gateway; None where it is alone.
 
     Attributes:
         config: its configuration.
@@ -50,12 +52,17 @@ class Gateway:
     """
 
     def __init__(
-        self, config: GatewayConfig, engine: Engine, clock: Clock | None = None, access: Access = NO_ACCESS
+        self,
+        config: GatewayConfig,
+        engine: Engine,
+        clock: Clock | None = None,
+        access: Access = NO_ACCESS,
+        seat: Seat | None = None,
     ) -> None:
         clock = clock or SystemClock()
         self.engine = engine
-        self.prefill = Fleet("prefill", config.prefill, config, clock, access)
-        self.decode = Fleet("decode", config.decode, config, clock, access)
+        self.prefill = Fleet("prefill", config.prefill, config, clock, access, seat)
+        self.decode = Fleet("decode", config.decode, config, clock, access, seat)
         self.metrics = Metrics((self.prefill, self.decode))
         self.entrance = Entrance(config, access, self.metrics)
         self.dispatcher = Dispatcher(engine, self.prefill, self.decode, config, self.metrics)

@@ -85,11 +85,12 @@ class _FleetCollector(Collector):
         kv_usage = GaugeMetricFamily("coterie_worker_kv_usage", "KV cache that is held; 1 is all.", labels=labels)
         waiting = GaugeMetricFamily("coterie_worker_waiting", "Requests that wait for room there.", labels=labels)
         for fleet in self._fleets:
+            own = fleet.ledger.own()  # of several processes each tells its own, so that sums are right
             for state in fleet.ledger.states():
                 where = (fleet.role, state.name)
                 available.add_metric(where, float(state.available))
-                requests.add_metric(where, state.requests)
-                tokens.add_metric(where, state.tokens)
+                requests.add_metric(where, own[state.name].requests)
+                tokens.add_metric(where, own[state.name].tokens)
                 if state.reading is not None:
                     kv_usage.add_metric(where, state.reading.kv_usage)
                     waiting.add_metric(where, state.reading.waiting)

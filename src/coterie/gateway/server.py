@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import uvloop
+from starlette.types import ASGIApp
 
 from coterie.activations import ActivationTrace
 from coterie.calibration import Profile
@@ -24,6 +25,7 @@ from coterie.gateway.config import GatewayConfig
 from coterie.gateway.gateway import Gateway
 from coterie.gateway.health import watch
 from coterie.gateway.readings import read
+from coterie.gateway.seat import Seat
 from coterie.gateway.startup import start_up
 from coterie.http_server import BACKLOG, listen, serving_app, url_of
 
@@ -59,21 +61,24 @@ def run(config: GatewayConfig, engine: Engine, *, on_ready: Callable[[Serving], 
     Raises:
         CoterieError: the gateway cannot start; nothing was served.
     """
-    uvloop.run(_run(config, engine, on_ready))
+    uvloop.run(until_told(serving(config, engine), on_ready))
 
 
-async def _run(config: GatewayConfig, engine: Engine, on_ready: Callable[[Serving], None]) -> None:
+async def until_told(
+    serving: contextlib.AbstractAsyncContextManager[Serving], on_ready: Callable[[Serving], None]
+) -> None:
+    """Serve until SIGTERM or SIGINT, which may also come before it serves; see `run`."""
     stop, task, loop = asyncio.Event(), asyncio.current_task(), asyncio.get_running_loop()
     assert task is not None
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, task.cancel)
     try:
-        async with serving(config, engine) as served:
+        async with serving as served:
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, stop.set)
             on_ready(served)
             await stop.wait()
-            _log.info("stopping: running requests have %g s to end", config.shutdown_grace_s)
+            _log.info("stopping: running requests have %g s to end", served.gateway.config.shutdown_grace_s)
     except asyncio.CancelledError:
         _log.info("stopped before it served")
 
@@ -85,21 +90,49 @@ async def serving(config: GatewayConfig, engine: Engine) -> AsyncIterator[Servin
     Raises:
         CoterieError: the gateway cannot start; nothing was served.
     """
-    profile = Profile.load(Path(config.profile)) if config.profile else None
-    access = read_access(config, os.environ)
-    trace = ActivationTrace.load(Path(config.trace)) if config.trace else None
     with (
         listen(config.host, config.port, "port") as listener,
         listen(config.admin_host, config.admin_port, "admin-port") as admin_listener,
     ):
-        gateway = Gateway(config, engine, access=access)
-        try:
-            async with serving_app(admin_app(gateway), admin_listener, grace_s=_ADMIN_GRACE_S):
-                await start_up(gateway, profile, trace)
-                async with _clients(gateway, listener), _watchers(gateway):
-                    yield Serving(gateway, profile, url_of(listener), url_of(admin_listener))
-        finally:
-            gateway.stop()
+
+        def admin(app: ASGIApp) -> contextlib.AbstractAsyncContextManager[None]:
+            return serving_app(app, admin_listener, grace_s=_ADMIN_GRACE_S)
+
+        async with serving_on(config, engine, listener, admin) as (gateway, profile):
+            yield Serving(gateway, profile, url_of(listener), url_of(admin_listener))
+
+
+@contextlib.asynccontextmanager
+async def serving_on(
+    config: GatewayConfig,
+    engine: Engine,
+    listener: socket.socket,
+    admin: Callable[[ASGIApp], contextlib.AbstractAsyncContextManager[None]],
+    seat: Seat | None = None,
+) -> AsyncIterator[tuple[Gateway, Profile | None]]:
+    """A gateway that serves clients on a socket until the block is left, and what it routes by.
+
+    Args:
+        config: what to serve.
+        engine: the dialect of the workers.
+        listener: clients' socket; listens once they are served, if it does not yet.
+        admin: serves the admin side as long as its block lasts.
+        seat: this process's place, where the gateway has several.
+
+    Raises:
+        CoterieError: the gateway cannot start; nothing was served.
+    """
+    profile = Profile.load(Path(config.profile)) if config.profile else None
+    access = read_access(config, os.environ)
+    trace = ActivationTrace.load(Path(config.trace)) if config.trace else None
+    gateway = Gateway(config, engine, access=access, seat=seat)
+    try:
+        async with admin(admin_app(gateway)):
+            await start_up(gateway, profile, trace)
+            async with _clients(gateway, listener), _watchers(gateway):
+                yield gateway, profile
+    finally:
+        gateway.stop()
 
 
 @contextlib.asynccontextmanager

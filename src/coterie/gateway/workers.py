@@ -7,6 +7,7 @@ from coterie.core import Decision, Role, RouteRequest, WorkerState
 from coterie.gateway.access import NO_ACCESS, Access
 from coterie.gateway.config import GatewayConfig
 from coterie.gateway.pool import Pool
+from coterie.gateway.seat import Seat
 from coterie.routing import Filter, KvHeadroom, Ledger, Policy, no_queue, random_stream, route
 
 
@@ -48,15 +49,26 @@ class Fleet:
     """
 
     def __init__(
-        self, role: Role, urls: tuple[str, ...], config: GatewayConfig, clock: Clock, access: Access = NO_ACCESS
+        self,
+        role: Role,
+        urls: tuple[str, ...],
+        config: GatewayConfig,
+        clock: Clock,
+        access: Access = NO_ACCESS,
+        seat: Seat | None = None,
     ) -> None:
         self.role = role
         self.clock = clock
         self.workers = {f"{role}-{i}": Worker(f"{role}-{i}", role, url, config, access) for i, url in enumerate(urls)}
         self.targets = [WorkerState(name=name, group=name, available=False) for name in self.workers]
-        self.ledger = Ledger(self.targets, clock, sessions=config.keep_sessions if role == "decode" else 0)
+        self.ledger = Ledger(
+            self.targets,
+            clock,
+            sessions=config.keep_sessions if role == "decode" else 0,
+            others=None if seat is None else seat.others(role, lambda name: self.workers[name].url),
+        )
         self._policy: Policy | None = None
-        self._rng = random_stream(config.seed, role)
+        self._rng = random_stream(config.seed, role, process=0 if seat is None else seat.process)
         self.configure(config)
 
     def configure(self, config: GatewayConfig) -> None:

@@ -81,9 +81,13 @@ def route(
     return replace(decision, passed_over=passed_over) if passed_over else decision
 
 
-def random_stream(seed: int, role: Role) -> np.random.Generator:
-    """The stream of chance for the policy of one role: the same in the gateway and in the simulator."""
-    return np.random.default_rng([seed, 0 if role == "prefill" else 1])
+def random_stream(seed: int, role: Role, process: int = 0) -> np.random.Generator:
+    """The stream of chance for the policy of one role: the same in the gateway and in the simulator.
+
+    The processes of one gateway have different ones, or they would all draw the same workers.
+    """
+    words = [seed, 0 if role == "prefill" else 1]
+    return np.random.default_rng([*words, process] if process else words)
 
 
 def least_loaded(workers: Sequence[WorkerState]) -> WorkerState:

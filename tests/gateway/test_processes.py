@@ -1,0 +1,228 @@
+"""Several processes on one port: real ones, in front of fakes in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fake_engine import FakeEngine, Kv
+from stories import RawClient, eventually, fakes, post, story
+
+from coterie.gateway.processes import DEATHS_S, Deaths
+from coterie.gateway.seat import BOARD_PREFIX
+from coterie.shm import FOLDER
+
+BODY = b'{"model": "tiny", "prompt": "x", "max_tokens": %d, "stream": true}'
+
+
+@dataclass
+class Serving:
+    """`coterie serve`, as a process."""
+
+    process: asyncio.subprocess.Process
+    url: str
+    admin: httpx.AsyncClient
+
+    @contextlib.asynccontextmanager
+    async def client(self) -> AsyncIterator[RawClient]:
+        host, port = self.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        try:
+            yield RawClient(reader, writer)
+        finally:
+            writer.transport.abort()
+
+    async def get(self, path: str) -> Any:
+        return (await self.admin.get(path)).json()
+
+    async def metric(self, name: str) -> dict[str, float]:
+        """Values of a series by process, summed over its other labels."""
+        text = (await self.admin.get("/metrics")).text
+        found: dict[str, float] = {}
+        for labels, value in re.findall(rf"^coterie_{name}{{(.*)}} (\S+)$", text, re.MULTILINE):
+            process = re.search(r'process="(\d)"', labels)[1]
+            found[process] = found.get(process, 0.0) + float(value)
+        return found
+
+    async def until(self, name: str, wanted: dict[str, float]) -> None:
+        async with asyncio.timeout(10):
+            while await self.metric(name) != wanted:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+
+    async def loads(self) -> dict[str, int]:
+        return {row["name"]: row["requests"] for row in (await self.get("/workers"))["workers"]}
+
+    async def pids(self, lines: int) -> dict[int, int]:
+        """Processes by number, of the next lines that say who serves."""
+        found: dict[int, int] = {}
+        while len(found) < lines:
+            line = (await self.process.stderr.readline()).decode()
+            assert line, "it ended"
+            if match := re.search(r"process (\d) \(pid (\d+)\) serves", line):
+                found[int(match[1])] = int(match[2])
+        return found
+
+
+@contextlib.asynccontextmanager
+async def started(*arguments: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "coterie", "serve", *arguments),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        limit=1 << 20,
+    )
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()
+        await process.communicate()
+
+
+@contextlib.asynccontextmanager
+async def serving(prefill: list[FakeEngine], decode: list[FakeEngine], *arguments: str) -> AsyncIterator[Serving]:
+    urls = [
+        part
+        for role, engines in (("prefill", prefill), ("decode", decode))
+        for engine in engines
+        for part in (f"--{role}", engine.url)
+    ]
+    ports = ["--port", "0", "--admin-port", "0", "--shutdown-grace-s", "5", "--decode-policy", "round_robin"]
+    async with started(*urls, *ports, *arguments) as process:
+        said = ""
+        while "admin " not in said:
+            line = await process.stdout.readline()
+            assert line, (await process.stderr.read()).decode()
+            said += line.decode()
+        url = re.search(r"serving +(\S+)", said)[1]
+        admin = re.search(r"admin +(http://[^/]+)", said)[1]
+        async with httpx.AsyncClient(base_url=admin) as client:
+            yield Serving(process, url, client)
+
+
+async def streams(served: Serving, stack: contextlib.AsyncExitStack, count: int, tokens: int) -> list[RawClient]:
+    """Clients whose streams have begun."""
+    clients = [await stack.enter_async_context(served.client()) for _ in range(count)]
+    for client in clients:
+        client.send(post(BODY % tokens))
+    for client in clients:
+        await client.reader.readuntil(b"data: ")
+    return clients
+
+
+async def rest(client: RawClient) -> bytes:
+    """What else a client gets, to the end or the reset of its stream."""
+    read = b""
+    with contextlib.suppress(ConnectionError):
+        while not read.endswith(b"0\r\n\r\n") and (data := await client.reader.read(1 << 16)):
+            read += data
+    return read
+
+
+@story
+async def test_processes_are_one_gateway_through_a_death_until_they_stop():
+    kv = Kv()
+    async with fakes(1, kv) as prefill, fakes(2, kv) as decode, serving(prefill, decode, "--processes", "2") as served:
+        for engine in decode:
+            engine.token_delay_s = 0.05
+        pids = await served.pids(2)
+        await a_killed_process_takes_its_own_streams_alone_and_is_replaced(served, pids[0])
+        pids |= await served.pids(1)
+        await the_admin_side_speaks_for_all(served)
+        board = board_of(pids[0])
+        assert board.exists()
+        await told_to_stop_all_finish_their_streams(served)
+        assert not any(alive(pid) for pid in pids.values())
+        assert not board.exists()
+
+
+async def a_killed_process_takes_its_own_streams_alone_and_is_replaced(served: Serving, pid: int) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        clients = await streams(served, stack, 16, tokens=40)
+        held = await served.metric("in_flight_requests")
+        assert sum(held.values()) == 16
+        assert all(held.values()), "the kernel gave all connections to one process: sixteen coins fell alike"
+        assert await served.loads() == {"prefill-0": 0, "decode-0": 8, "decode-1": 8}
+        os.kill(pid, signal.SIGKILL)
+        ends = await asyncio.gather(*(rest(client) for client in clients))
+    finished = [end for end in ends if end.endswith(b"0\r\n\r\n")]
+    assert len(finished) == held["1"]
+    assert all(end.count(b"data: ") == 40 for end in finished)  # of 40 tokens and [DONE], the first was read before
+    await served.until("process_up", {"0": 1.0, "1": 1.0})
+    await served.until("in_flight_requests", {"0": 0.0, "1": 0.0})
+    assert await served.metric("process_restarts_total") == {"0": 1.0, "1": 0.0}
+    assert await served.loads() == {"prefill-0": 0, "decode-0": 0, "decode-1": 0}
+
+
+async def the_admin_side_speaks_for_all(served: Serving) -> None:
+    before = await served.metric("requests_total")
+    async with contextlib.AsyncExitStack() as stack:
+        for client in await streams(served, stack, 16, tokens=2):
+            assert (await rest(client)).endswith(b"0\r\n\r\n")
+    after = await served.metric("requests_total")
+    assert sum(after.values()) == before["1"] + 16
+    assert (await served.admin.get("/health")).json() == {"status": "ok"}
+    decisions = (await served.get("/decisions"))["decisions"]
+    assert {entry["process"] for entry in decisions[-16:]} == {0, 1}
+    assert decisions == sorted(decisions, key=lambda entry: entry["time"])
+    policies = (await served.get("/policies"))["policies"]
+    assert [(row["process"], row["role"]) for row in policies] == [
+        (process, role) for process in (0, 1) for role in ("prefill", "decode")
+    ]
+    assert (await served.get("/config"))["processes"] == 2
+    assert (await served.admin.get("/nothing")).status_code == 404
+    assert (await served.admin.post("/health")).status_code == 405
+    assert (await served.admin.post("/workers", content=b"x" * (1 << 21))).status_code == 413
+
+
+async def told_to_stop_all_finish_their_streams(served: Serving) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        clients = await streams(served, stack, 8, tokens=20)
+        served.process.terminate()
+        ends = await asyncio.gather(*(rest(client) for client in clients))
+    assert all(b"data: [DONE]" in end and end.endswith(b"0\r\n\r\n") for end in ends)
+    assert await served.process.wait() == 0
+
+
+@story
+async def test_processes_end_when_the_first_is_killed():
+    kv = Kv()
+    async with fakes(1, kv) as prefill, fakes(1, kv) as decode, serving(prefill, decode, "--processes", "2") as served:
+        pids = await served.pids(2)
+        served.process.kill()
+        await eventually(lambda: not any(alive(pid) for pid in pids.values()), 10)
+
+
+def board_of(pid: int) -> Path:
+    return Path(re.search(rf"{FOLDER}/{BOARD_PREFIX}\w+", Path(f"/proc/{pid}/maps").read_text())[0])
+
+
+def alive(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+@story
+async def test_a_process_that_cannot_serve_ends_the_start_with_its_reason():
+    urls = ["--prefill", "http://127.0.0.1:1", "--decode", "http://127.0.0.1:2", "--startup-timeout-s", "0.1"]
+    async with started(*urls, "--processes", "2", "--port", "0", "--admin-port", "0") as process:
+        _, errors = await process.communicate()
+        assert process.returncode == 1
+        assert "coterie: no prefill worker is available" in errors.decode()
+        assert "Traceback" not in errors.decode()
+
+
+def test_the_dead_are_replaced_ever_later_and_the_fifth_of_a_minute_is_not():
+    deaths = Deaths()
+    assert [deaths.note(now_s) for now_s in (0, 1, 2, 3)] == pytest.approx([0.1, 0.2, 0.4, 0.8])
+    assert deaths.note(DEATHS_S + 0.5) == pytest.approx(0.8)  # that at 0 s is forgotten
+    assert deaths.note(DEATHS_S + 0.6) is None
