@@ -63,4 +63,12 @@ class UnresumableError(EngineError):
 
 
 class NoWorkerError(CoterieError):
-    """No worker can take the request now."""
+    """No worker can take the request now.
+
+    Attributes:
+        retry_after_s: whole seconds after which one may.
+    """
+
+    def __init__(self, message: str, retry_after_s: int = 1) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s

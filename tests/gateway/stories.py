@@ -136,7 +136,7 @@ class Cluster:
         """Wait until every request is over, then check that nothing is left of them."""
         fleets = (self.gateway.prefill, self.gateway.decode)
         await eventually(lambda: not any(s.requests for fleet in fleets for s in fleet.ledger.states()))
-        await eventually(lambda: not self.gateway.dispatcher.background)
+        await eventually(lambda: not self.gateway.dispatcher.handoffs.background)
         for fleet in fleets:
             assert all(state.tokens == 0 for state in fleet.ledger.states())
             assert all(total.given == total.released for total in fleet.ledger.totals().values())

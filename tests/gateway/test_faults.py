@@ -71,8 +71,8 @@ async def test_a_whole_reply_cut_in_the_middle_cuts_the_client_too() -> None:
 
 
 @story
-async def test_a_worker_that_dies_between_head_and_body_gets_the_client_a_502() -> None:
-    async with cluster() as running:
+async def test_a_worker_that_dies_between_head_and_body_gets_the_client_a_502_where_there_is_no_other() -> None:
+    async with cluster(decode=1) as running:
         running.decode[0].answer = die_after(0)
         assert (await running.post(STREAM)).status == 502
         await running.idle()

@@ -48,7 +48,7 @@ async def test_a_request_for_one_token_is_the_prefill_worker_s_as_the_client_sen
 async def test_a_request_for_one_token_needs_no_decode_worker() -> None:
     async with cluster() as running:
         for worker in running.gateway.decode.workers.values():
-            running.gateway.decode.set_problem(worker, "down")
+            running.gateway.decode.set_problem(worker, "unhealthy", "down")
         assert (await running.post({**ASK, "max_tokens": 1})).status == 200
         assert (await running.post(ASK)).status == 503
 

@@ -271,5 +271,5 @@ async def test_the_admin_side_shows_health_metrics_and_configuration() -> None:
         assert "coterie_ttft_seconds_count 1.0" in text
         await running.decode[0].stop()
         for worker in running.gateway.decode.workers.values():
-            running.gateway.decode.set_problem(worker, "x")
+            running.gateway.decode.set_problem(worker, "unhealthy", "x")
         assert (await admin.get("/health")).status_code == 503

@@ -191,7 +191,10 @@ class Replay:
         urls = {
             role: tuple(f"http://{role}-{i}:1" for i in range(getattr(SPEC, role))) for role in ("prefill", "decode")
         }
-        config = GatewayConfig(**urls, seed=SEED, keep_decisions=0, log_requests=False)
+        # the simulator knows neither retries nor breakers
+        config = GatewayConfig(
+            **urls, seed=SEED, keep_decisions=0, log_requests=False, retries=0, breaker_failures=10**6
+        )
         self.kernel = Kernel()
         self.clock = Hindsight(self.kernel)
         self.gateway = Gateway(config, VllmNixl(), self.clock)
@@ -202,7 +205,7 @@ class Replay:
             for worker in fleet.workers.values():
                 self.engines[worker.name] = self.new_engine(fleet.role)
                 worker.pool = SimulatedPool(self, self.engines[worker.name], prefill=fleet.role == "prefill")
-                fleet.set_problem(worker, None)
+                fleet.set_problem(worker, "unhealthy", None)
 
     def new_engine(self, role):
         if role == "prefill":
@@ -220,7 +223,7 @@ class Replay:
 
     async def settle(self):
         """Let the gateway run until every request is over or waits for an engine."""
-        background = self.gateway.dispatcher.background
+        background = self.gateway.dispatcher.handoffs.background
         while sum(not task.done() for task in self.tasks) > len(self.waiting) or background:  # noqa: ASYNC110
             await asyncio.sleep(0)
 
@@ -253,10 +256,10 @@ class Replay:
         worker, engine = fleet.workers[change.worker], self.engines[change.worker]
         if change.kind == "joined":
             engine.revive()
-            fleet.set_problem(worker, None)
+            fleet.set_problem(worker, "unhealthy", None)
             return
         engine.lose()
-        self.kernel.after(SPEC.notice_s, Priority.CHANGE, fleet.set_problem, worker, "lost")
+        self.kernel.after(SPEC.notice_s, Priority.CHANGE, fleet.set_problem, worker, "unhealthy", "lost")
 
 
 def of_gateway(decode):

@@ -84,6 +84,16 @@ class GatewayConfig:
     prefill_timeout_s: float = _option(300.0, "How long a prefill worker may take to answer.")
     first_byte_timeout_s: float = _option(300.0, "How long a decode worker may take to begin its answer.")
     idle_timeout_s: float = _option(120.0, "How long a worker may pause within an answer.")
+    request_timeout_s: float = _option(1800.0, "How long a request may take from its arrival to the end of its answer.")
+    max_handoff_s: float = _option(
+        25.0, "Age of a finished prefill at which it is done again, not decoded; less than workers keep its KV (30 s)."
+    )
+    retries: int = _option(2, "How often a request that a worker failed is sent to another.")
+    breaker_failures: int = _option(
+        3, "Failures in a row after which a worker is sent nothing for a while; a refused connection does so at once."
+    )
+    breaker_open_s: float = _option(0.5, "How long that is before the worker is tried again; doubled each time.")
+    breaker_most_open_s: float = _option(8.0, "To how long that may grow.")
     keep_idle_s: float = _option(4.0, "How long idle worker connections are kept; less than workers keep them.")
     health_interval_s: float = _option(3.0, "Time between two health checks of a worker.")
     health_timeout_s: float = _option(10.0, "How long a health check may take.")
@@ -104,7 +114,11 @@ class GatewayConfig:
         self._check_processes()
         if self.kv_limit is not None and not 0 < self.kv_limit <= 1:
             raise ConfigError(f"kv_limit: must be above 0 and at most 1, got {self.kv_limit}")
-        for name in ("keep_decisions", "keep_sessions", "max_in_flight", "max_queue", "seed"):
+        if self.breaker_failures < 1:
+            raise ConfigError(f"breaker_failures: must be at least 1, got {self.breaker_failures}")
+        if self.breaker_most_open_s < self.breaker_open_s:
+            raise ConfigError(f"breaker_most_open_s: {self.breaker_most_open_s:g} is less than breaker_open_s")
+        for name in ("keep_decisions", "keep_sessions", "max_in_flight", "max_queue", "retries", "seed"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name}: must not be negative, got {getattr(self, name)}")
 

@@ -12,9 +12,10 @@ from coterie.clock import Clock, SystemClock
 from coterie.engines.base import Engine
 from coterie.errors import CoterieError, RequestError
 from coterie.gateway.access import NO_ACCESS, Access
+from coterie.gateway.answers import answer_error, pass_through
 from coterie.gateway.client import ClientConnection, ClientLimits, Reply, Request
 from coterie.gateway.config import GatewayConfig
-from coterie.gateway.dispatch import Dispatcher, answer_error, pass_through
+from coterie.gateway.dispatch import Dispatcher
 from coterie.gateway.entrance import Entrance
 from coterie.gateway.journey import Journey, request_id, worker_headers
 from coterie.gateway.metrics import Metrics
@@ -128,8 +129,8 @@ class Gateway:
         for client in list(self.clients):
             client.abort()
         await self._wait_for_clients(1.0)  # those cut hand over what must be released
-        if self.dispatcher.background:
-            await asyncio.wait(self.dispatcher.background, timeout=self.config.connect_timeout_s)
+        if self.dispatcher.handoffs.background:
+            await asyncio.wait(self.dispatcher.handoffs.background, timeout=self.config.connect_timeout_s)
 
     def stop(self) -> None:
         """Close what is left: the sweep and the idle connections to workers."""
@@ -246,6 +247,7 @@ def _line(journey: Journey, now_s: float) -> bytes:
             "not_split": journey.not_split,
             "reason": decision.reason if decision else "",
             "detail": decision.detail if decision else "",
+            "retries": [f"{failed.worker or failed.role}: {failed.reason}" for failed in journey.tries.failed],
             "prompt_tokens": routed.prompt_tokens if routed else 0,
             "ttft_s": None if first_byte_s is None else round(first_byte_s - arrived_s, 4),
             "total_s": round(now_s - arrived_s, 4),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 
 from coterie.errors import EngineError
@@ -17,37 +18,85 @@ FAILURES = 3
 _log = logging.getLogger("coterie.gateway")
 
 
-async def watch(gateway: Gateway, worker: Worker) -> None:
-    """Check a worker for ever: take it out when it fails, back in when it can do its part again."""
-    prober, failures = Prober(gateway.engine, gateway.config), 0
-    loop = asyncio.get_running_loop()
-    while True:
-        await asyncio.sleep(gateway.config.health_interval_s)
-        since_s = loop.time()
+class Watch:
+    """Checks one worker for ever: keeps requests from it when it fails, and sends them again when it does its part.
+
+    Args:
+        gateway: whose worker.
+        worker: which.
+    """
+
+    def __init__(self, gateway: Gateway, worker: Worker) -> None:
+        self._gateway = gateway
+        self._worker = worker
+        self._fleet = gateway.fleet_of(worker)
+        self._prober = Prober(gateway.engine, gateway.config)
+        self._failures = 0
+        self._loop = asyncio.get_running_loop()
+
+    async def run(self) -> None:
+        """Wait and look, without end."""
+        worker = self._worker
+        while True:
+            worker.alarm.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._pause_s()):
+                    await worker.alarm.wait()
+            if worker.breaker.begin_trial(self._fleet.clock.now()):
+                await self._try()
+            elif worker.breaker.state == "closed":
+                await self._check()
+
+    def _pause_s(self) -> float:
+        """Until the next check, or the trial of a breaker that is open."""
+        if self._worker.breaker.state == "open":
+            return max(0.0, self._worker.breaker.until_s - self._fleet.clock.now())
+        return self._gateway.config.health_interval_s
+
+    async def _try(self) -> None:
+        """The trial of an open breaker: requests of our own rather than a client's."""
         try:
-            await _check(gateway, prober, worker)
-            failures = 0
+            await self._prober.check(self._worker)
+            await self._admit()
         except EngineError as error:
-            # A busy server may be late with its health while it serves: what it sent meanwhile shows that it lives.
-            slow = isinstance(error, UpstreamError) and error.kind == "timeout"
-            failures = 0 if slow and worker.pool.heard_s > since_s else failures + 1
-            if worker.problem is not None or failures >= FAILURES:
-                _take_out(gateway, worker, str(error))
+            self._fleet.trial_over(self._worker, str(error))
+        else:
+            self._fleet.trial_over(self._worker, None)
+            self._back()
 
+    async def _check(self) -> None:
+        worker, since_s = self._worker, self._loop.time()
+        try:
+            await self._prober.check(worker)
+            if "unhealthy" in worker.problems:
+                await self._admit()
+                self._back()
+        except EngineError as error:
+            self._failed(error, since_s)
+        else:
+            self._failures = 0
 
-async def _check(gateway: Gateway, prober: Prober, worker: Worker) -> None:
-    await prober.check(worker)
-    if worker.problem is None:
-        return
-    others = gateway.decode if worker.role == "prefill" else gateway.prefill
-    for other in others.available():
-        if other.name not in prober.models:
-            await prober.check(other)
-    await prober.admit(worker, gateway.fleet_of(worker), others.available())
-    _log.warning("%s worker %s (%s) is available", worker.role, worker.name, worker.url)
+    async def _admit(self) -> None:
+        """Let the worker do its part with each of the other role."""
+        others = self._gateway.decode if self._worker.role == "prefill" else self._gateway.prefill
+        for other in others.available():
+            if other.name not in self._prober.models:
+                await self._prober.check(other)
+        await self._prober.admit(self._worker, others.available())
 
+    def _back(self) -> None:
+        self._failures = 0
+        self._fleet.set_problem(self._worker, "unhealthy", None)
+        _log.warning("%s worker %s (%s) is well", self._worker.role, self._worker.name, self._worker.url)
 
-def _take_out(gateway: Gateway, worker: Worker, problem: str) -> None:
-    if worker.problem is None:
-        _log.error("%s worker %s (%s) is taken out: %s", worker.role, worker.name, worker.url, problem)
-    gateway.fleet_of(worker).set_problem(worker, problem)
+    def _failed(self, error: EngineError, since_s: float) -> None:
+        worker, kind = self._worker, error.kind if isinstance(error, UpstreamError) else None
+        if kind == "connect":
+            self._fleet.failed(worker, str(error), refused=True)
+        # A busy server may be late with its health while it serves: what it sent meanwhile shows that it lives.
+        serves = kind == "timeout" and worker.pool.heard_s > since_s
+        self._failures = 0 if serves else self._failures + 1
+        if self._failures >= FAILURES or "unhealthy" in worker.problems:
+            if worker.problem is None:
+                _log.error("%s worker %s (%s) is taken out: %s", worker.role, worker.name, worker.url, error)
+            self._fleet.set_problem(worker, "unhealthy", str(error))

@@ -5,15 +5,19 @@ from __future__ import annotations
 import re
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from random import Random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from coterie.core import Decision, RouteRequest
 from coterie.errors import RequestError
 from coterie.gateway.client import Reply, Request
 from coterie.gateway.http1 import HOP_BY_HOP, end_to_end
+from coterie.gateway.retry import Tries
 from coterie.gateway.stream import Relay
+
+if TYPE_CHECKING:
+    from coterie.gateway.handoffs import Held
 
 REQUEST_ID = b"x-request-id"
 DOMAIN = b"x-coterie-domain"
@@ -51,7 +55,9 @@ class Journey:
         prefill_s: seconds that the prefill leg took.
         routed: the request as the decode policy saw it.
         decision: what the decode policy said.
-        relay: the decode leg's reply.
+        relay: the decode leg's reply, of its last attempt.
+        held: KV that no decode worker has taken yet.
+        tries: the workers that failed it.
         outcome: one word: "ok", "error", "left" (the client), "cut" (the reply).
     """
 
@@ -67,6 +73,8 @@ class Journey:
     routed: RouteRequest | None = None
     decision: Decision | None = None
     relay: Relay | None = None
+    held: Held | None = None
+    tries: Tries = field(default_factory=Tries)
     outcome: str = "ok"
 
     @property

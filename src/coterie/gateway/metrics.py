@@ -117,6 +117,9 @@ class Metrics:
         passed_over: times a filter kept a decode worker from the policy, by worker and reason.
         reading_failures: readings of decode workers' metrics that failed, by worker.
         errors: transport errors by worker and kind.
+        retries: requests that were sent to another worker, by the leg that failed and why.
+        retries_refused: requests that were not, since too many were, by the leg that failed.
+        breakers: openings of breakers, by worker.
         released: handoffs released without decoding, by outcome.
         refusals: requests that were not taken, by reason.
         disconnects: clients that left, by what was going on.
@@ -138,6 +141,9 @@ class Metrics:
         self.passed_over = self._counter("passed_over", "Times a filter passed a worker over.", "worker", "reason")
         self.reading_failures = self._counter("reading_failures", "Readings of metrics that failed.", "worker")
         self.errors = self._counter("transport_errors", "Workers that could not be talked to.", "worker", "kind")
+        self.retries = self._counter("retries", "Requests sent to another worker.", "role", "reason")
+        self.retries_refused = self._counter("retries_refused", "Retries that the budget did not allow.", "role")
+        self.breakers = self._counter("breaker_openings", "Times a worker's breaker opened.", "worker")
         self.released = self._counter("handoffs_released", "Handoffs released without decoding.", "outcome")
         self.refusals = self._counter("refusals", "Requests that were not taken.", "reason")
         self.disconnects = self._counter("client_disconnects", "Clients that left early.", "window")

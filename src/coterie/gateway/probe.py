@@ -10,7 +10,7 @@ from coterie.engines.base import Call, Engine, Handoff
 from coterie.errors import EngineError, WireError
 from coterie.gateway.config import GatewayConfig
 from coterie.gateway.upstream import Collected, Patience
-from coterie.gateway.workers import Fleet, Worker
+from coterie.gateway.workers import Worker
 
 _HEADERS = b"x-request-id: coterie-probe\r\n"
 _MAX_REPLY_BYTES = 64 << 20
@@ -61,8 +61,8 @@ class Prober:
         if not self.models[worker.name]:
             raise ProbeError(worker, "serves no model", answered=True)
 
-    async def admit(self, worker: Worker, fleet: Fleet, others: Sequence[Worker]) -> None:
-        """Let a healthy worker do its part with each of `others`, of the other role, then take it in.
+    async def admit(self, worker: Worker, others: Sequence[Worker]) -> None:
+        """Let a healthy worker do its part with each of `others`, of the other role.
 
         This connects each pair of servers, so that no client waits for that, and any decode worker can release
         any prefill worker's handoffs.
@@ -79,7 +79,6 @@ class Prober:
                 if error.worker is worker:
                     raise
                 _log.warning("while %s joined: %s", worker.name, error)
-        fleet.set_problem(worker, None)
 
     async def _pair(self, prefill: Worker, decode: Worker) -> None:
         call, handoff = await self._prefill(prefill)

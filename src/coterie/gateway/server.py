@@ -23,7 +23,7 @@ from coterie.gateway.admin import admin_app
 from coterie.gateway.background import work
 from coterie.gateway.config import GatewayConfig
 from coterie.gateway.gateway import Gateway
-from coterie.gateway.health import watch
+from coterie.gateway.health import Watch
 from coterie.gateway.readings import read
 from coterie.gateway.seat import Seat
 from coterie.gateway.startup import start_up
@@ -147,7 +147,7 @@ async def _clients(gateway: Gateway, listener: socket.socket) -> AsyncIterator[N
 
 @contextlib.asynccontextmanager
 async def _watchers(gateway: Gateway) -> AsyncIterator[None]:
-    endless = [work(gateway.decode), *(watch(gateway, worker) for worker in gateway.workers)]
+    endless = [work(gateway.decode), *(Watch(gateway, worker).run() for worker in gateway.workers)]
     if gateway.config.reads_workers:
         endless += [read(gateway, worker) for worker in gateway.decode.workers.values()]
     tasks = [asyncio.create_task(one) for one in endless]

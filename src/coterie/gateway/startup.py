@@ -41,7 +41,7 @@ async def start_up(gateway: Gateway, profile: Profile | None, trace: ActivationT
     prober = Prober(gateway.engine, config)
     await _wait_for_workers(gateway, prober)
     for worker in prefill.available():
-        prefill.set_problem(worker, "not yet probed")
+        prefill.set_problem(worker, "unhealthy", "not yet probed")
         await _admit_prefill(gateway, prober, worker)
     _require_each_role(gateway)
     if profile is not None and isinstance(policy, (Locality, LocalityRefit)):
@@ -74,18 +74,20 @@ async def _check(gateway: Gateway, prober: Prober, worker: Worker) -> None:
     try:
         await prober.check(worker)
     except EngineError as error:
-        worker.problem = str(error)
+        gateway.fleet_of(worker).set_problem(worker, "unhealthy", str(error))
     else:
-        gateway.fleet_of(worker).set_problem(worker, None)
+        gateway.fleet_of(worker).set_problem(worker, "unhealthy", None)
 
 
 async def _admit_prefill(gateway: Gateway, prober: Prober, worker: Worker) -> None:
     try:
-        await prober.admit(worker, gateway.prefill, gateway.decode.available())
+        await prober.admit(worker, gateway.decode.available())
     except ProbeError as error:
         if error.answered:
             raise
-        worker.problem = str(error)
+        gateway.prefill.set_problem(worker, "unhealthy", str(error))
+    else:
+        gateway.prefill.set_problem(worker, "unhealthy", None)
 
 
 def _require_each_role(gateway: Gateway) -> None:

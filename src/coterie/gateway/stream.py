@@ -9,7 +9,11 @@ from coterie.clock import Clock
 from coterie.core import Served
 from coterie.gateway.client import Reply
 from coterie.gateway.http1 import ChunkedFraming, Framing, Header, ResponseHead, error_body
-from coterie.gateway.upstream import Upstream
+from coterie.gateway.retry import RETRIED_STATUS
+from coterie.gateway.upstream import Collected, Upstream
+
+MAX_REFUSAL_BYTES = 1 << 20
+"""Of a reply that is kept back."""
 
 _CHUNKED: tuple[Header, ...] = ((b"transfer-encoding", b"chunked"),)
 _EVENT_END = b"\n\n"
@@ -62,6 +66,7 @@ class Relay:
     Attributes:
         head: the reply's head; None until it arrived.
         sent: whether the request went out.
+        refusal: a reply that was kept back, since another worker may give a better one (`RETRIED_STATUS`).
         first_byte_s: when the body's first byte was relayed, on the loop's clock; None before.
     """
 
@@ -78,6 +83,7 @@ class Relay:
         "_tail",
         "first_byte_s",
         "head",
+        "refusal",
         "sent",
     )
 
@@ -90,6 +96,7 @@ class Relay:
     ) -> None:
         self.head: ResponseHead | None = None
         self.sent = False
+        self.refusal: Collected | None = None
         self.first_byte_s: float | None = None
         self._reply = reply
         self._headers = headers
@@ -103,6 +110,11 @@ class Relay:
     def on_head(self, head: ResponseHead, connection: Upstream) -> None:
         """See `Consumer.on_head`."""
         self.head = head
+        if head.status in RETRIED_STATUS:
+            self.refusal = Collected(MAX_REFUSAL_BYTES)
+            self.refusal.on_head(head, connection)
+            connection.divert(self.refusal)
+            return
         self._connection = connection
         self._framing = connection.framing
         if not self._is_stream():

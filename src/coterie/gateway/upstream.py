@@ -188,6 +188,10 @@ class Upstream(asyncio.Protocol):
                 self._give_up(consumer)
             raise
 
+    def divert(self, consumer: Consumer) -> None:
+        """Give the body of the reply to another consumer than asked for it; only from `Consumer.on_head`."""
+        self._consumer = consumer
+
     def pause(self, consumer: Consumer) -> None:
         """Stop reading: the client does not keep up.  Its own deadline counts meanwhile, not the worker's."""
         if self._consumer is consumer and not self._paused and self._transport is not None:

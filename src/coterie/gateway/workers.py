@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Set
+from math import ceil
+from typing import Literal
+
 from coterie.clock import Clock
 from coterie.core import Decision, Role, RouteRequest, WorkerState
+from coterie.errors import NoWorkerError
 from coterie.gateway.access import NO_ACCESS, Access
+from coterie.gateway.breaker import Breaker, BreakerRules
 from coterie.gateway.config import GatewayConfig
 from coterie.gateway.pool import Pool
 from coterie.gateway.seat import Seat
 from coterie.routing import Filter, KvHeadroom, Ledger, Policy, no_queue, random_stream, route
+
+RETRY_AFTER_S = 3
+"""When to ask again after workers whom health checks have taken out."""
+
+Reason = Literal["unhealthy", "breaker open", "draining"]
+"""Why a worker is not used.  Each holds for itself: a worker is used when none does."""
 
 
 class Worker:
@@ -19,10 +32,12 @@ class Worker:
         role: "prefill" or "decode".
         url: where it is; what clients may not see.
         pool: its connections.
-        problem: why it cannot be used; None if it can.
+        breaker: keeps requests from it while it fails them.
+        problems: what keeps it from being used, in words, by reason; `Fleet.set_problem` writes it.
+        alarm: set when its health is to be looked at before the next check is due.
     """
 
-    __slots__ = ("name", "pool", "problem", "role", "url")
+    __slots__ = ("alarm", "breaker", "name", "pool", "problems", "role", "url")
 
     def __init__(self, name: str, role: Role, url: str, config: GatewayConfig, access: Access) -> None:
         self.name = name
@@ -35,7 +50,14 @@ class Worker:
             connect_timeout_s=config.connect_timeout_s,
             keep_idle_s=config.keep_idle_s,
         )
-        self.problem: str | None = "not yet checked"
+        self.breaker = Breaker(_breaker_rules(config))
+        self.problems: dict[Reason, str] = {"unhealthy": "not yet checked"}
+        self.alarm = asyncio.Event()
+
+    @property
+    def problem(self) -> str | None:
+        """Why it cannot be used, in words; None if it can.  It may name the URL."""
+        return "; ".join(self.problems.values()) or None
 
 
 class Fleet:
@@ -77,6 +99,7 @@ class Fleet:
         for worker in self.workers.values():
             worker.pool.connect_timeout_s = config.connect_timeout_s
             worker.pool.keep_idle_s = config.keep_idle_s
+            worker.breaker.rules = _breaker_rules(config)
 
     @property
     def policy(self) -> Policy | None:
@@ -88,25 +111,91 @@ class Fleet:
         self._policy = policy
         self.ledger.follow(policy)
 
-    def choose(self, request: RouteRequest) -> tuple[Worker, Decision]:
+    def choose(self, request: RouteRequest, avoid: Set[str] = frozenset()) -> tuple[Worker, Decision]:
         """Choose an available worker.
+
+        Args:
+            request: as the policy may know it.
+            avoid: names of workers that are chosen only if no other is available.
 
         Raises:
             NoWorkerError: none is available.
         """
         assert self.policy is not None
+        self.require()
         recalled = self.ledger.recall(request)
-        decision = route(self.policy, recalled, self.ledger.states(), self._rng, self._filters)
+        states = self.ledger.states()
+        if avoid:
+            others = tuple(state for state in states if state.name not in avoid)
+            states = others if any(state.available for state in others) else states
+        decision = route(self.policy, recalled, states, self._rng, self._filters)
         return self.workers[decision.worker], decision
 
     def available(self) -> list[Worker]:
         """The workers that can be used now."""
-        return [worker for worker in self.workers.values() if worker.problem is None]
+        return [worker for worker in self.workers.values() if not worker.problems]
 
-    def set_problem(self, worker: Worker, problem: str | None) -> None:
-        """Take a worker out for a reason, or back in with None."""
-        worker.problem = problem
-        self.ledger.set_available(worker.name, problem is None)
+    def require(self) -> None:
+        """Refuse what would need this fleet while nobody of it is available.
+
+        Raises:
+            NoWorkerError: with the reason for each worker, and when to ask again.
+        """
+        if not any(not worker.problems for worker in self.workers.values()):
+            why = ", ".join(f"{worker.name}: {' and '.join(worker.problems)}" for worker in self.workers.values())
+            raise NoWorkerError(f"no {self.role} worker is available ({why})", self._retry_after_s())
+
+    def set_problem(self, worker: Worker, reason: Reason, problem: str | None) -> None:
+        """Keep requests from a worker for a reason, told in words; or no longer for this reason, with None."""
+        if problem is None:
+            worker.problems.pop(reason, None)
+        else:
+            worker.problems[reason] = problem
+        self.ledger.set_available(worker.name, not worker.problems)
+
+    # --- the breaker ---
+
+    def failed(self, worker: Worker, problem: str, *, refused: bool = False) -> bool:
+        """A request failed at a worker; return whether that opened its breaker.
+
+        Args:
+            worker: where.
+            problem: what happened, in words.
+            refused: whether it did not even take the connection.
+        """
+        opened = worker.breaker.failed(self.clock.now(), refused=refused)
+        if opened:
+            self.set_problem(worker, "breaker open", problem)
+            worker.alarm.set()
+        return opened
+
+    def trial_over(self, worker: Worker, problem: str | None) -> None:
+        """Say how the trial of an open breaker went; None for well."""
+        worker.breaker.end_trial(self.clock.now(), well=problem is None)
+        self.set_problem(worker, "breaker open", problem)
+
+    # --- drain ---
+
+    def drain(self, worker: Worker) -> None:
+        """Send a worker no further request; those that it has run to their end."""
+        self.set_problem(worker, "draining", "draining")
+
+    def resume(self, worker: Worker) -> None:
+        """Use a worker again that was to be drained."""
+        self.set_problem(worker, "draining", None)
+
+    def holds_nothing(self, worker: Worker) -> bool:
+        """Whether no request of this gateway is at a worker."""
+        return not self.ledger.held(worker.name)
+
+    def _retry_after_s(self) -> int:
+        """Whole seconds after which a worker may be back: when the first trial is due, else a guess."""
+        due = [worker.breaker.until_s for worker in self.workers.values() if worker.breaker.state != "closed"]
+        return max(1, ceil(min(due) - self.clock.now())) if due else RETRY_AFTER_S
+
+
+def _breaker_rules(config: GatewayConfig) -> BreakerRules:
+    return BreakerRules(config.breaker_failures, config.breaker_open_s, config.breaker_most_open_s)
 
 
 def _filters(config: GatewayConfig) -> tuple[Filter, ...]:
