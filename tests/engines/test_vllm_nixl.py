@@ -335,6 +335,28 @@ def test_load_that_is_missing_or_cannot_be_is_refused(there: bytes, instead: byt
         engine.reading(METRICS.replace(there, instead))
 
 
+def test_fetched_tokens_are_those_of_all_engines_of_a_server() -> None:
+    name = b"vllm:external_prefix_cache_hits_total"
+    shown = b'%b{engine="0"} 3.0\n%b{engine="1"} 4.0\nvllm:external_prefix_cache_hits_created{engine="0"} 9.0\n'
+    assert engine.fetched_tokens(shown % (name, name)) == 7
+    with pytest.raises(EngineError, match="do not show vllm:external_prefix_cache_hits_total"):
+        engine.fetched_tokens(METRICS)
+
+
+@pytest.mark.parametrize(
+    ("shown", "policy"),
+    [
+        (b'{"vllm_config": {"kv_transfer_config": {"kv_load_failure_policy": "recompute"}}, "x": 1}', "recompute"),
+        (b'{"vllm_config": {"kv_transfer_config": null}}', None),
+        (b'{"vllm_config": "as text"}', None),
+        (b'{"object": "list"}', None),
+        (b"<html>", None),
+    ],
+)
+def test_what_a_server_does_without_its_kv_is_read_where_it_is_shown(shown: bytes, policy: str | None) -> None:
+    assert engine.on_lost_kv(shown) == policy
+
+
 def test_prefill_servers_run_the_counts_connector_beside_nixl_and_decode_servers_nixl_alone() -> None:
     decode = json.loads(kv_transfer_config("decode", kv_buffer_device="cpu"))
     assert decode == {

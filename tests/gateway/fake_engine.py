@@ -13,6 +13,10 @@ from coterie import wire
 from coterie.core import ExpertCounts
 
 JSON = b"content-type: application/json\r\n"
+METRICS = b"""vllm:external_prefix_cache_hits_total{engine="0"} 7.0
+vllm:kv_cache_usage_perc{engine="0"} 0.0
+vllm:num_requests_waiting_by_reason{engine="0",reason="capacity"} 0.0
+"""
 
 
 @dataclass
@@ -126,7 +130,8 @@ class FakeEngine:
         self.counts = counts
         self.envelope: Any = None
         self.health = 200
-        self.metrics = b""
+        self.metrics = METRICS
+        self.settings: bytes | None = None
         self.models = ["tiny"]
         self.token_delay_s = 0.0
         self.answer: Answer = serve_well
@@ -197,6 +202,8 @@ class FakeEngine:
                 exchange.full(self.health, b"")
             elif target == "/metrics":
                 exchange.full(200, self.metrics, b"content-type: text/plain\r\n")
+            elif target.startswith("/server_info"):
+                exchange.full(404 if self.settings is None else 200, self.settings or b"{}")
             else:
                 exchange.full(200, json.dumps({"object": "list", "data": [{"id": m} for m in self.models]}).encode())
             return True

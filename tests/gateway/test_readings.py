@@ -53,7 +53,7 @@ async def test_a_decode_worker_where_requests_wait_is_passed_over() -> None:
     async with cluster(pass_over_queues=True, **QUICK) as running:
         for engine, waiting in zip(running.decode, (1, 0), strict=True):
             engine.metrics = metrics(0.95, waiting)
-        await eventually(lambda: None not in readings(running))
+        await eventually(lambda: readings(running) == [Reading(0.95, 1), Reading(0.95, 0)])
         await running.post(ASK)
         await running.post(ASK)
         entries = running.gateway.dispatcher.decisions.entries()
@@ -66,7 +66,7 @@ async def test_a_worker_that_falls_silent_is_no_longer_passed_over() -> None:
     async with cluster(kv_limit=0.9, **QUICK) as running:
         for engine, usage in zip(running.decode, (0.95, 0.2), strict=True):
             engine.metrics = metrics(usage, 0)
-        await eventually(lambda: None not in readings(running))
+        await eventually(lambda: readings(running) == [Reading(0.95, 0), Reading(0.2, 0)])
         running.decode[0].metrics = b"nothing of use\n"
         await eventually(lambda: readings(running)[0] is None)
         assert running.metric("reading_failures_total", worker="decode-0") > 0

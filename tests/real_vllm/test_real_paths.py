@@ -29,7 +29,7 @@ def cluster(engine_env, tmp_path_factory):
     pool = PoolConfig(
         count=1,
         args=(*SMALL_CACHE, "--enable-prompt-tokens-details", "--enable-scale-out"),
-        env={"HF_HUB_OFFLINE": "1"},
+        env={"HF_HUB_OFFLINE": "1", "VLLM_SERVER_DEV_MODE": "1"},  # shows its settings
     )
     config = ClusterConfig(
         model=str(TINY),
@@ -85,6 +85,11 @@ def wait_until_idle(cluster: Cluster) -> None:
     while any(metric(url, "vllm:kv_cache_usage_perc") for url in (*cluster.prefill_urls, *cluster.decode_urls)):
         assert time.monotonic() < deadline, "a server still holds KV"
         time.sleep(0.2)
+
+
+def test_a_decode_server_is_seen_to_fetch_kv_and_to_fail_where_it_cannot(gateway):
+    rows = HTTP.get(f"{gateway.admin_url}/workers").json()["workers"]
+    assert [row["transfer"] for row in rows] == [None, {"fetches": True, "on_lost": "fail"}]
 
 
 @pytest.mark.parametrize("path", SAID)

@@ -124,6 +124,11 @@ def assert_nothing_is_held(cluster):
     wait_until(lambda: not any(metric(url, name) for url in urls for name in names))
 
 
+def test_decode_workers_are_seen_to_fetch_kv(least_load):
+    rows = HTTP.get(f"{least_load.admin_url}/workers").json()["workers"]
+    assert [row["transfer"] for row in rows] == [None, *[{"fetches": True, "on_lost": None}] * 2]
+
+
 def test_every_policy_gives_the_text_of_one_process(cluster, gateway, expected):
     with ThreadPoolExecutor(6) as pool:
         texts = list(pool.map(lambda n: answer(gateway.url, PROMPTS[n % 6], stream=n % 2 == 0), range(24)))

@@ -71,7 +71,7 @@ def describe(served: Serving) -> Iterator[str]:
     config, profile = gateway.config, served.profile
     yield "mode      disaggregated, in vLLM's protocol (kv_transfer_params): decode worker chosen after prefill"
     for worker in gateway.workers:
-        yield f"worker    {worker.name} {worker.url} {worker.problem or 'available'}"
+        yield f"worker    {worker.name} {worker.url} {worker.condition}"
     assert gateway.prefill.policy is not None
     assert gateway.decode.policy is not None
     yield f"policy    prefill: {gateway.prefill.policy.name}, decode: {gateway.decode.policy.name}"

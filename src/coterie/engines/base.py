@@ -141,6 +141,11 @@ class Engine(Protocol):
         ...
 
     @property
+    def settings_path(self) -> str:
+        """Path that shows a server's settings, where the operator lets it."""
+        ...
+
+    @property
     def models_path(self) -> str:
         """Path that lists the models a server has."""
         ...
@@ -226,6 +231,21 @@ class Engine(Protocol):
 
         Raises:
             EngineError: a figure is not there, or is none.
+        """
+        ...
+
+    def fetched_tokens(self, reply: bytes) -> float:
+        """Tokens whose KV a server has fetched from others, by a reply of `metrics_path`.
+
+        Raises:
+            EngineError: the figure is not there, or is none.
+        """
+        ...
+
+    def on_lost_kv(self, reply: bytes) -> str | None:
+        """What a server does when it cannot fetch KV: "fail" or "recompute", by a reply of `settings_path`.
+
+        None where the reply does not say.
         """
         ...
 

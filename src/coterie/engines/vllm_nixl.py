@@ -69,6 +69,7 @@ _ROUTED_EXPERTS = ("routed_experts_prompt_start", "return_routed_experts")
 
 _KV_USAGE = b"vllm:kv_cache_usage_perc"
 _WAITING = b"vllm:num_requests_waiting_by_reason"
+_FETCHED = b"vllm:external_prefix_cache_hits_total"
 _FOR_ROOM = b'reason="capacity"'
 """The other reason, "deferred", holds those whose KV is on its way: in a decode server nearly all that wait."""
 
@@ -116,6 +117,18 @@ class _PrefillReply(msgspec.Struct):
     choices: list[_Choice] = []
 
 
+class _TransferConfig(msgspec.Struct):
+    kv_load_failure_policy: str | None = None
+
+
+class _ServerConfig(msgspec.Struct):
+    kv_transfer_config: _TransferConfig | None = None
+
+
+class _ServerInfo(msgspec.Struct):
+    vllm_config: _ServerConfig
+
+
 class _Model(msgspec.Struct):
     id: str
 
@@ -126,6 +139,7 @@ class _Models(msgspec.Struct):
 
 _prefill_reply = msgspec.json.Decoder(_PrefillReply)
 _models = msgspec.json.Decoder(_Models)
+_server_info = msgspec.json.Decoder(_ServerInfo)
 
 
 def kv_transfer_config(role: Literal["prefill", "decode"], *, kv_buffer_device: str | None = None) -> str:
@@ -164,6 +178,7 @@ class VllmNixl:
     health_path = "/health"
     metrics_path = "/metrics"
     models_path = "/v1/models"
+    settings_path = "/server_info?config_format=json"  # answers with VLLM_SERVER_DEV_MODE=1 only
 
     def parse(self, path: str, body: bytes) -> Call:
         """Read a client's request; see `Engine.parse`."""
@@ -179,8 +194,8 @@ class VllmNixl:
         return Call(path, fields, bool(stream), limit, prompt, only, _why_undividable(path, sampling, prompt))
 
     def probe(self, model: str) -> Call:
-        """A one-token completion of a one-word prompt."""
-        return self.parse(COMPLETIONS, _encode({"model": model, "prompt": "Hello", "max_tokens": 1}))
+        """A one-token completion of a prompt of a few tokens, less than a block."""
+        return self.parse(COMPLETIONS, _encode({"model": model, "prompt": "Hello, how are you?", "max_tokens": 1}))
 
     def prefill_body(self, call: Call) -> bytes:
         """The client's fields, cut to one output token in one piece, whatever limits the client set."""
@@ -273,6 +288,21 @@ class VllmNixl:
             return Reading(max(usage), round(sum(waiting)))
         except (InputError, ValueError, OverflowError) as error:
             raise EngineError(f"the metrics cannot be right: {error}") from None
+
+    def fetched_tokens(self, reply: bytes) -> float:
+        """Read a reply of `/metrics`; see `Engine.fetched_tokens`."""
+        samples = [value for _, value in _samples(reply, _FETCHED)]
+        if not samples:
+            raise EngineError(f"the metrics do not show {_FETCHED.decode()}")
+        return sum(samples)
+
+    def on_lost_kv(self, reply: bytes) -> str | None:
+        """Read a reply of `/server_info`; see `Engine.on_lost_kv`."""
+        try:
+            transfer = _server_info.decode(reply).vllm_config.kv_transfer_config
+        except _UNREADABLE:
+            return None
+        return transfer.kv_load_failure_policy if transfer else None
 
     def model_ids(self, reply: bytes) -> list[str]:
         """Read a reply of `/v1/models`; see `Engine.model_ids`."""

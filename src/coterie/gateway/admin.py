@@ -59,6 +59,7 @@ def _rows(fleet: Fleet) -> Iterator[dict[str, Any]]:
             "url": worker.url,
             "available": state.available,
             "problem": worker.problem,
+            "transfer": dataclasses.asdict(worker.transfer) if fleet.role == "decode" else None,
             "requests": state.requests,
             "tokens": state.tokens,
             "reading": None if state.reading is None else dataclasses.asdict(state.reading),

@@ -9,6 +9,7 @@ from coterie.core import ModelGeometry
 from coterie.engines.base import Call, Engine, Handoff
 from coterie.errors import EngineError, WireError
 from coterie.gateway.config import GatewayConfig
+from coterie.gateway.transfers import look
 from coterie.gateway.upstream import Collected, Patience
 from coterie.gateway.workers import Worker
 
@@ -79,6 +80,9 @@ class Prober:
                 if error.worker is worker:
                     raise
                 _log.warning("while %s joined: %s", worker.name, error)
+        for decode in [worker] if worker.role == "decode" else others:
+            if others and not decode.transfer.fetches:
+                await look(self._engine, decode, self._quick)
 
     async def _pair(self, prefill: Worker, decode: Worker) -> None:
         call, handoff = await self._prefill(prefill)

@@ -8,7 +8,7 @@ import logging
 from coterie.core import Reading
 from coterie.errors import EngineError
 from coterie.gateway.gateway import Gateway
-from coterie.gateway.upstream import Collected, Patience
+from coterie.gateway.upstream import Collected, Patience, UpstreamError
 from coterie.gateway.workers import Worker
 from coterie.routing import STALE_AFTER
 
@@ -17,14 +17,33 @@ _MAX_REPLY_BYTES = 16 << 20
 _log = logging.getLogger("coterie.gateway")
 
 
+async def require_readings(gateway: Gateway) -> None:
+    """Read each available decode worker's metrics once, before clients are served.
+
+    A worker that does not answer now may do so later.  One that answers without the figures never will.
+
+    Raises:
+        EngineError: what a filter needs is not there.
+    """
+    for worker in gateway.decode.available():
+        try:
+            await _observe(gateway, worker)
+        except UpstreamError:
+            continue
+        except EngineError as error:
+            raise EngineError(
+                f"{worker.name} ({worker.url}) cannot be filtered by its load: {error}; "
+                "leave out --kv-limit and --pass-over-queues"
+            ) from None
+
+
 async def read(gateway: Gateway, worker: Worker) -> None:
     """Read a decode worker's metrics for ever, for the ledger to note; failures are counted, the first is logged."""
     interval_s, failing = gateway.config.reading_interval_s, False
     while True:
         if worker.problem is None:
             try:
-                reading = await _read_once(gateway, worker)
-                gateway.decode.ledger.observe(worker.name, reading, STALE_AFTER * interval_s)
+                await _observe(gateway, worker)
                 failing = False
             except EngineError as error:
                 gateway.metrics.reading_failures.inc(worker.name)
@@ -32,6 +51,11 @@ async def read(gateway: Gateway, worker: Worker) -> None:
                     _log.warning("%s (%s) cannot be filtered by its load: %s", worker.name, worker.url, error)
                 failing = True
         await asyncio.sleep(interval_s)
+
+
+async def _observe(gateway: Gateway, worker: Worker) -> None:
+    reading = await _read_once(gateway, worker)
+    gateway.decode.ledger.observe(worker.name, reading, STALE_AFTER * gateway.config.reading_interval_s)
 
 
 async def _read_once(gateway: Gateway, worker: Worker) -> Reading:

@@ -11,6 +11,7 @@ from coterie.core import ModelGeometry
 from coterie.errors import EngineError, ProfileError
 from coterie.gateway.gateway import Gateway
 from coterie.gateway.probe import ProbeError, Prober
+from coterie.gateway.readings import require_readings
 from coterie.gateway.workers import Worker
 from coterie.routing import LeastLoad, Locality, LocalityRefit, Policy, Reads, make_policy
 
@@ -44,6 +45,8 @@ async def start_up(gateway: Gateway, profile: Profile | None, trace: ActivationT
         prefill.set_problem(worker, "unhealthy", "not yet probed")
         await _admit_prefill(gateway, prober, worker)
     _require_each_role(gateway)
+    if config.reads_workers:
+        await require_readings(gateway)
     if profile is not None and isinstance(policy, (Locality, LocalityRefit)):
         decode.policy = _fitting_policy(gateway, prober, profile, policy)
     elif Reads.COUNTS in policy.reads:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Set
+from dataclasses import dataclass
 from math import ceil
 from typing import Literal
 
@@ -24,6 +25,26 @@ Reason = Literal["unhealthy", "breaker open", "draining"]
 """Why a worker is not used.  Each holds for itself: a worker is used when none does."""
 
 
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """How a decode worker comes by the KV of prompts.
+
+    Attributes:
+        fetches: whether it has fetched some from a prefill worker; None where it does not show that.
+        on_lost: what it does when it cannot: "fail" or "recompute"; None where it does not show that.
+    """
+
+    fetches: bool | None = None
+    on_lost: str | None = None
+
+
+_COMES_BY_KV = {
+    True: "fetches KV from prefill workers",
+    False: "computes prompts itself",
+    None: "does not show whether it fetches KV",
+}
+
+
 class Worker:
     """One prefill or decode server.
 
@@ -35,9 +56,10 @@ class Worker:
         breaker: keeps requests from it while it fails them.
         problems: what keeps it from being used, in words, by reason; `Fleet.set_problem` writes it.
         alarm: set when its health is to be looked at before the next check is due.
+        transfer: how a decode worker comes by KV, as far as it has shown.
     """
 
-    __slots__ = ("alarm", "breaker", "name", "pool", "problems", "role", "url")
+    __slots__ = ("alarm", "breaker", "name", "pool", "problems", "role", "transfer", "url")
 
     def __init__(self, name: str, role: Role, url: str, config: GatewayConfig, access: Access) -> None:
         self.name = name
@@ -53,11 +75,19 @@ class Worker:
         self.breaker = Breaker(_breaker_rules(config))
         self.problems: dict[Reason, str] = {"unhealthy": "not yet checked"}
         self.alarm = asyncio.Event()
+        self.transfer = Transfer()
 
     @property
     def problem(self) -> str | None:
         """Why it cannot be used, in words; None if it can.  It may name the URL."""
         return "; ".join(self.problems.values()) or None
+
+    @property
+    def condition(self) -> str:
+        """Whether it can be used, and how a decode worker comes by KV, in words."""
+        if self.problem is not None:
+            return self.problem
+        return f"available, {_COMES_BY_KV[self.transfer.fetches]}" if self.role == "decode" else "available"
 
 
 class Fleet:

@@ -199,6 +199,7 @@ class Engine:
             preemptions=tally.preemptions,
             prefix_queries=tally.prefix_queries,
             prefix_hits=tally.prefix_hits,
+            fetched=tally.fetched,
             finished=dict(self._finished),
             **dataclasses.asdict(self._totals),
             **dataclasses.asdict(self._steps),

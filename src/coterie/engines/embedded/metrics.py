@@ -25,6 +25,7 @@ _COUNTERS: dict[str, tuple[str, Callable[[Stats], float]]] = {
     "vllm:num_preemptions": ("Requests that lost their blocks.", lambda stats: stats.preemptions),
     "vllm:prefix_cache_queries": ("Tokens looked up in the cache.", lambda stats: stats.prefix_queries),
     "vllm:prefix_cache_hits": ("Tokens of these that were found.", lambda stats: stats.prefix_hits),
+    "vllm:external_prefix_cache_hits": ("Tokens fetched from another engine.", lambda stats: stats.fetched),
     "coterie:engine_steps": ("Steps computed.", lambda stats: stats.steps),
     "coterie:step_tokens": ("Tokens forwarded in all steps.", lambda stats: stats.step_tokens),
     "coterie:step_cpu_seconds": ("CPU time of the engine's thread in steps.", lambda stats: stats.step_cpu_s),

@@ -92,11 +92,13 @@ class Tally:
         preemptions: requests that lost their blocks.
         prefix_queries: tokens that were looked up in the cache.
         prefix_hits: tokens of these that were found.
+        fetched: tokens whose keys and values another engine was asked for.
     """
 
     preemptions: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0
+    fetched: int = 0
 
 
 class Scheduler:
@@ -269,6 +271,7 @@ class Scheduler:
 
     def _load(self, request: Request) -> None:
         first = request.published
+        self.tally.fetched += request.load_tokens - request.computed
         blocks = request.blocks[first : self.pool.blocks_for(request.load_tokens)]
         self._loading[request.id] = request
         self._loads.append(LoadJob(request.id, first, tuple(blocks)))

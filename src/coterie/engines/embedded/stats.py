@@ -22,6 +22,7 @@ class Stats:
         preemptions: requests that lost their blocks.
         prefix_queries: tokens that were looked up in the cache.
         prefix_hits: tokens of these that were found.
+        fetched: tokens whose keys and values another engine was asked for.
         finished: requests that ended, by reason.
         steps: steps computed.
         step_tokens: tokens forwarded in them.
@@ -39,6 +40,7 @@ class Stats:
     preemptions: int
     prefix_queries: int
     prefix_hits: int
+    fetched: int
     finished: dict[FinishReason, int]
     steps: int
     step_tokens: int
