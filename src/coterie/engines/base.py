@@ -12,9 +12,14 @@ from typing import Protocol
 import msgspec
 
 from coterie.core import ExpertCounts, Reading
+from coterie.engines.large import NOTHING_LARGE, Large
+from coterie.engines.pieces import Pieces
 
 Fields = dict[str, msgspec.Raw]
 """A JSON object with its values unread: what coterie does not know passes through byte for byte."""
+
+Body = bytes | Pieces
+"""A body for a worker, in pieces where it is large."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,6 +34,7 @@ class Call:
         prompt: raw JSON of the prompt or messages.
         prefill_only: whether its answer is at most one token, which the prefill server has when the prompt is done.
         undividable: why the call cannot be split into prefill and decode, in a fixed phrase; None if it can.
+        large: what was cut out of the fields and the prompt, to be put back in what is sent on.
     """
 
     path: str
@@ -38,6 +44,17 @@ class Call:
     prompt: bytes
     prefill_only: bool
     undividable: str | None
+    large: Large = NOTHING_LARGE
+
+    @property
+    def prompt_bytes(self) -> int:
+        """Length of the prompt's JSON."""
+        return len(self.large.completed(self.prompt))
+
+    @property
+    def prompt_is_cut(self) -> bool:
+        """Whether `prompt` is only how the prompt begins."""
+        return self.prompt_bytes > len(self.prompt)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,11 +65,13 @@ class Handoff:
         params: the engine's own transfer parameters, opaque and whole, without coterie's envelopes.
         prompt_tokens: tokens of the prompt, by the engine's count; 0 where it does not say.
         envelope: the counts envelope, unread; None where the engine sent none.
+        large: what was cut out of the parameters, to be put back in what is sent on.
     """
 
     params: Fields
     prompt_tokens: int
     envelope: msgspec.Raw | None
+    large: Large = NOTHING_LARGE
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -150,8 +169,13 @@ class Engine(Protocol):
         """Path that lists the models a server has."""
         ...
 
-    def parse(self, path: str, body: bytes) -> Call:
+    def parse(self, path: str, body: bytes, large: Large = NOTHING_LARGE) -> Call:
         """Read a client's request.
+
+        Args:
+            path: one of `paths`.
+            body: JSON.
+            large: what was cut out of the body.
 
         Raises:
             RequestError: the body is not a JSON object, a field that coterie reads has a wrong type, or the client asks
@@ -163,20 +187,24 @@ class Engine(Protocol):
         """A minimal request for `model`, to see whether a server can do its part."""
         ...
 
-    def prefill_body(self, call: Call) -> bytes:
+    def prefill_body(self, call: Call) -> Body:
         """Body for the prefill server: compute the prompt's KV and keep it."""
         ...
 
-    def prefilled(self, reply: bytes) -> Prefilled:
+    def prefilled(self, reply: bytes, large: Large = NOTHING_LARGE) -> Prefilled:
         """Read the prefill server's reply.
+
+        Args:
+            reply: JSON.
+            large: what was cut out of it.
 
         Raises:
             EngineError: the reply is not the engine's.
         """
         ...
 
-    def handoff(self, reply: bytes) -> Handoff:
-        """The KV that the prefill server's reply names.
+    def handoff(self, reply: bytes, large: Large = NOTHING_LARGE) -> Handoff:
+        """The KV that the prefill server's reply names; as `prefilled`.
 
         Raises:
             EngineError: as `prefilled`; or the reply names no KV to hand over.
@@ -200,7 +228,7 @@ class Engine(Protocol):
         """
         ...
 
-    def decode_body(self, call: Call, handoff: Handoff | None) -> bytes:
+    def decode_body(self, call: Call, handoff: Handoff | None) -> Body:
         """Body for the decode server: the client's own fields, and the handoff if there is one."""
         ...
 
@@ -222,7 +250,7 @@ class Engine(Protocol):
         """
         ...
 
-    def release_body(self, call: Call, handoff: Handoff) -> bytes:
+    def release_body(self, call: Call, handoff: Handoff) -> Body:
         """Body for a decode server that makes the prefill server free a handoff nobody will decode."""
         ...
 

@@ -21,7 +21,8 @@ import msgspec
 from coterie import wire
 from coterie.core import ExpertCounts, Reading
 from coterie.engines import vllm_resume
-from coterie.engines.base import Answer, Call, Fields, Handoff, Prefilled, Transcript
+from coterie.engines.base import Answer, Body, Call, Fields, Handoff, Prefilled, Transcript
+from coterie.engines.large import NOTHING_LARGE, Large
 from coterie.engines.vllm_answers import CHAT, GENERATE, answer
 from coterie.errors import EngineError, InputError, RequestError, WireError
 
@@ -180,7 +181,7 @@ class VllmNixl:
     models_path = "/v1/models"
     settings_path = "/server_info?config_format=json"  # answers with VLLM_SERVER_DEV_MODE=1 only
 
-    def parse(self, path: str, body: bytes) -> Call:
+    def parse(self, path: str, body: bytes, large: Large = NOTHING_LARGE) -> Call:
         """Read a client's request; see `Engine.parse`."""
         dialect = _DIALECTS[path]
         fields = _without_steering(_read_object(body), _XARGS)
@@ -191,14 +192,18 @@ class VllmNixl:
         limit = next((limit for limit in limits if limit is not None), None)
         prompt = bytes(fields.get(dialect.prompt, b""))
         only = dialect.divides and limit is not None and limit <= 1
-        return Call(path, fields, bool(stream), limit, prompt, only, _why_undividable(path, sampling, prompt))
+        undividable = _why_undividable(path, sampling, prompt)
+        return Call(path, fields, bool(stream), limit, prompt, only, undividable, large)
 
     def probe(self, model: str) -> Call:
         """A one-token completion of a prompt of a few tokens, less than a block."""
         return self.parse(COMPLETIONS, _encode({"model": model, "prompt": "Hello, how are you?", "max_tokens": 1}))
 
-    def prefill_body(self, call: Call) -> bytes:
+    def prefill_body(self, call: Call) -> Body:
         """The client's fields, cut to one output token in one piece, whatever limits the client set."""
+        return call.large.completed(_encode(self._prefill_fields(call)))
+
+    def _prefill_fields(self, call: Call) -> Fields:
         fields = call.fields.copy()
         fields.pop("stream_options", None)
         name = _DIALECTS[call.path].sampling
@@ -213,9 +218,9 @@ class VllmNixl:
             fields[_PARAMS] = msgspec.Raw(_encode(_with_prompt(call, _object.decode(_ASK_PREFILL))))
         else:
             fields[_PARAMS] = _ASK_PREFILL
-        return _encode(fields)
+        return fields
 
-    def prefilled(self, reply: bytes) -> Prefilled:
+    def prefilled(self, reply: bytes, large: Large = NOTHING_LARGE) -> Prefilled:
         """Read the prefill server's reply; see `Engine.prefilled`."""
         try:
             read = _prefill_reply.decode(reply)
@@ -227,11 +232,11 @@ class VllmNixl:
             return Prefilled(None, ended)
         envelope = params.pop(wire.PROMPT_KEY, None)
         params.pop(wire.OUTPUT_KEY, None)
-        return Prefilled(Handoff(params, read.usage.prompt_tokens if read.usage else 0, envelope), ended)
+        return Prefilled(Handoff(params, read.usage.prompt_tokens if read.usage else 0, envelope, large), ended)
 
-    def handoff(self, reply: bytes) -> Handoff:
+    def handoff(self, reply: bytes, large: Large = NOTHING_LARGE) -> Handoff:
         """The KV that the prefill server's reply names; see `Engine.handoff`."""
-        handoff = self.prefilled(reply).handoff
+        handoff = self.prefilled(reply, large).handoff
         if handoff is None:
             raise EngineError(
                 "the prefill reply carries no kv_transfer_params: start the server with --kv-transfer-config "
@@ -256,11 +261,11 @@ class VllmNixl:
             raise WireError(f"counts envelope: it cannot be read: {error}") from None
         return wire.decode_counts(envelope)
 
-    def decode_body(self, call: Call, handoff: Handoff | None) -> bytes:
+    def decode_body(self, call: Call, handoff: Handoff | None) -> Body:
         """The client's own fields, and the opaque transfer parameters."""
         if handoff is None:
-            return _encode(call.fields)
-        return _encode({**call.fields, _PARAMS: _with_prompt(call, handoff.params)})
+            return call.large.completed(_encode(call.fields))
+        return _with_handoff(call, call.fields, handoff)
 
     def why_unresumable(self, call: Call, *, sampled: bool) -> str | None:
         """See `Engine.why_unresumable`."""
@@ -272,10 +277,9 @@ class VllmNixl:
         """See `Engine.transcript`."""
         return vllm_resume.VllmTranscript(call, limit_tokens, chat=call.path == CHAT)
 
-    def release_body(self, call: Call, handoff: Handoff) -> bytes:
+    def release_body(self, call: Call, handoff: Handoff) -> Body:
         """The real request with one output token: pulling the KV is what makes the prefill server free it."""
-        fields = _object.decode(self.prefill_body(call))
-        return _encode({**fields, _PARAMS: _with_prompt(call, handoff.params)})
+        return _with_handoff(call, self._prefill_fields(call), handoff)
 
     def reading(self, reply: bytes) -> Reading:
         """Read a reply of `/metrics`; of several engines in one server the fullest, and the sum of their queues."""
@@ -316,6 +320,11 @@ def _with_prompt(call: Call, params: Fields) -> Fields:
     """Transfer parameters, with the tokens that stand for a chat's messages where a call goes on with a stream."""
     own = call.fields.get(_PARAMS)
     return params if own is None else {**params, **_object.decode(own)}
+
+
+def _with_handoff(call: Call, fields: Fields, handoff: Handoff) -> Body:
+    body = _encode({**fields, _PARAMS: _with_prompt(call, handoff.params)})
+    return (call.large | handoff.large).completed(body)
 
 
 def _samples(reply: bytes, name: bytes) -> Iterator[tuple[bytes, float]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from coterie.engines.base import Answer
+from coterie.engines.large import LARGE_BYTES
 from coterie.errors import CoterieError, NoWorkerError, RequestError
 from coterie.gateway.client import Reply
 from coterie.gateway.http1 import HOP_BY_HOP, Header, RefusedError, end_to_end, retry_after
@@ -19,8 +20,12 @@ def identity(id_: str) -> list[Header]:
 
 
 def pass_through(reply: Reply, collected: Collected, id_: str) -> None:
-    """Answer with a worker's own error: status, headers and body."""
+    """Answer with a worker's own error: status, headers and body, unless the body is far larger than errors are."""
     assert collected.head is not None
+    if collected.is_large:
+        message = f"a worker answered {collected.status} with more than {LARGE_BYTES} bytes"
+        reply.send_error(502, message, "upstream_error", identity(id_), code="bad_gateway")
+        return
     headers = end_to_end(collected.head.headers, _replaced)
     reply.send(collected.status, [*headers, *identity(id_)], collected.body())
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Set
 
 from coterie.core import ExpertCounts, RouteRequest
-from coterie.engines.base import Call, Engine, Handoff
+from coterie.engines.base import Body, Call, Engine, Handoff
 from coterie.errors import WireError
 from coterie.gateway.answers import identity
 from coterie.gateway.faults import Faults
@@ -64,7 +64,7 @@ class DecodeLeg:
             await self._ask(worker, journey, body, relay)
             lease.release(relay.served())
 
-    async def _ask(self, worker: Worker, journey: Journey, body: bytes, relay: Relay) -> None:
+    async def _ask(self, worker: Worker, journey: Journey, body: Body, relay: Relay) -> None:
         try:
             await worker.pool.post(journey.request.target, journey.headers, body, relay, self.patience)
         except UpstreamError as error:

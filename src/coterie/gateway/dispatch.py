@@ -18,6 +18,7 @@ from coterie.gateway.journey import DecisionLog, Journey, domain, session
 from coterie.gateway.metrics import Metrics
 from coterie.gateway.prefill_leg import PrefillLeg
 from coterie.gateway.retry import Budget, LegFailed, next_leg
+from coterie.gateway.turns import Turnstile
 from coterie.gateway.upstream import Patience
 from coterie.gateway.workers import Fleet
 from coterie.routing import PREFIX_BYTES, Reads
@@ -36,9 +37,10 @@ class Dispatcher:
     def __init__(self, engine: Engine, prefill: Fleet, decode: Fleet, config: GatewayConfig, metrics: Metrics) -> None:
         self.running: dict[Journey, None] = {}
         self.faults = Faults(prefill, decode, metrics)
-        self.handoffs = Handoffs(engine, decode, self.faults, metrics)
+        self._turnstile = Turnstile()
+        self.handoffs = Handoffs(engine, decode, self.faults, metrics, self._turnstile)
         self.decisions = DecisionLog(config.keep_decisions)
-        self._prefill_leg = PrefillLeg(engine, prefill, self.handoffs, self.faults, metrics)
+        self._prefill_leg = PrefillLeg(engine, prefill, self.handoffs, self.faults, metrics, self._turnstile)
         self._decode_leg = DecodeLeg(engine, decode, self.faults, metrics, self.decisions)
         self._engine = engine
         self._fleets: dict[Role, Fleet] = {"prefill": prefill, "decode": decode}
@@ -62,7 +64,8 @@ class Dispatcher:
             UpstreamError: a worker could not be talked to; the reply may have begun.
             EngineError: a worker's reply makes no sense.
         """
-        call = self._engine.parse(journey.request.path, journey.request.body)
+        body, large = await self._turnstile.read_request(journey.request.body)
+        call = self._engine.parse(journey.request.path, body, large)
         asked = self._describe(journey, call)
         if not call.prefill_only:
             self._fleets["decode"].require()
@@ -128,14 +131,14 @@ class Dispatcher:
         most_bytes = self._config.split_above_bytes
         if call.undividable is not None:
             journey.not_split = call.undividable
-        elif most_bytes is not None and len(call.prompt) <= most_bytes:
+        elif most_bytes is not None and call.prompt_bytes <= most_bytes:
             journey.not_split = "short prompt"
         if journey.not_split is not None:
             self._metrics.not_split.inc(journey.not_split)
 
     def _describe(self, journey: Journey, call: Call) -> RouteRequest:
         hashed = None
-        if Reads.PROMPT_HASH in self._decode_leg.reads and call.prompt:
+        if Reads.PROMPT_HASH in self._decode_leg.reads and call.prompt and not call.prompt_is_cut:
             hashed = _hash(call.prompt)
         limit = call.output_tokens
         return RouteRequest(

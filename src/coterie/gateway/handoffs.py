@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Coroutine
+from typing import Any
 
 from coterie.engines.base import Call, Engine, Handoff
 from coterie.errors import EngineError
@@ -13,6 +15,7 @@ from coterie.gateway.journey import Journey
 from coterie.gateway.metrics import Metrics
 from coterie.gateway.retry import LegFailed
 from coterie.gateway.stream import Relay
+from coterie.gateway.turns import Turnstile
 from coterie.gateway.upstream import Collected, Patience, UpstreamError
 from coterie.gateway.workers import Fleet
 
@@ -49,19 +52,21 @@ class Handoffs:
         decode: the workers that can release one.
         faults: is told of releases that fail.
         metrics: counts releases.
+        turnstile: where large replies are read.
 
     Attributes:
         open: those of which neither has happened yet, oldest first.
         background: releases under way.
     """
 
-    def __init__(self, engine: Engine, decode: Fleet, faults: Faults, metrics: Metrics) -> None:
+    def __init__(self, engine: Engine, decode: Fleet, faults: Faults, metrics: Metrics, turnstile: Turnstile) -> None:
         self.open: dict[Held, None] = {}
         self.background: set[asyncio.Task[None]] = set()
         self._engine = engine
         self._decode = decode
         self._faults = faults
         self._metrics = metrics
+        self._turnstile = turnstile
         self._loop = asyncio.get_running_loop()
 
     def configure(self, config: GatewayConfig) -> None:
@@ -110,14 +115,18 @@ class Handoffs:
         """The client has left; the reply may be here all the same, or be on its way, and names KV that waits."""
 
         def release() -> None:
-            with contextlib.suppress(EngineError):  # such a reply names none
-                if reply.status == 200:
-                    self._release(self._open(journey, call, self._engine.handoff(reply.body())), "")
+            if reply.status == 200:
+                self._run(self._read_and_release(journey, call, reply))
 
         if reply.complete:
             release()
         else:
             reply.on_complete = release
+
+    async def _read_and_release(self, journey: Journey, call: Call, reply: Collected) -> None:
+        with contextlib.suppress(EngineError):  # such a reply names none
+            handoff = self._engine.handoff(*await self._turnstile.read_reply(reply.large_body()))
+            self._release(self._open(journey, call, handoff), "")
 
     def _open(self, journey: Journey, call: Call, handoff: Handoff) -> Held:
         held = Held(handoff, call, journey.headers, journey.prefill, self._loop.time())
@@ -126,7 +135,10 @@ class Handoffs:
 
     def _release(self, held: Held, tried: str) -> None:
         del self.open[held]
-        task = self._loop.create_task(self._release_now(held, tried))
+        self._run(self._release_now(held, tried))
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(work)
         self.background.add(task)
         task.add_done_callback(self.background.discard)
 

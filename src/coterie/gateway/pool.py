@@ -6,6 +6,7 @@ import asyncio
 import math
 from urllib.parse import urlsplit
 
+from coterie.engines.base import Body
 from coterie.errors import ConfigError
 from coterie.gateway.upstream import Consumer, Patience, Upstream, UpstreamError
 
@@ -40,7 +41,7 @@ class Pool:
         self.keep_idle_s = keep_idle_s
         self._idle: list[Upstream] = []
 
-    async def post(self, target: bytes, headers: bytes, body: bytes, consumer: Consumer, patience: Patience) -> None:
+    async def post(self, target: bytes, headers: bytes, body: Body, consumer: Consumer, patience: Patience) -> None:
         """Post `body` and return when the reply is complete.
 
         Args:
@@ -54,14 +55,13 @@ class Pool:
             UpstreamError: the reply did not arrive whole.
         """
         head = b"POST %b%b HTTP/1.1\r\n%b%bcontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
-        await self._send(
-            [head % (self._prefix, target, self._own_headers, headers, len(body)), body], consumer, patience
-        )
+        head = head % (self._prefix, target, self._own_headers, headers, len(body))
+        await self._send(head, body, consumer, patience)
 
     async def get(self, target: bytes, headers: bytes, consumer: Consumer, patience: Patience) -> None:
         """Get `target`; as `post`."""
         head = b"GET %b%b HTTP/1.1\r\n%b%b\r\n" % (self._prefix, target, self._own_headers, headers)
-        await self._send([head], consumer, patience)
+        await self._send(head, b"", consumer, patience)
 
     def keep(self, connection: Upstream) -> None:
         """Take back a connection whose reply is complete."""
@@ -84,18 +84,18 @@ class Pool:
         while self._idle:
             self._idle.pop().close()
 
-    async def _send(self, request: list[bytes], consumer: Consumer, patience: Patience) -> None:
+    async def _send(self, head: bytes, body: Body, consumer: Consumer, patience: Patience) -> None:
         if self._idle:
             try:
                 # The latest used is the least likely to have been closed meanwhile.
-                await self._idle.pop().exchange(request, consumer, patience)
+                await self._idle.pop().exchange(head, body, consumer, patience)
                 return
             except UpstreamError as error:
                 if not error.stale:
                     raise
             consumer.sent = False
         connection = await self._connect()
-        await connection.exchange(request, consumer, patience)
+        await connection.exchange(head, body, consumer, patience)
 
     async def _connect(self) -> Upstream:
         loop = asyncio.get_running_loop()

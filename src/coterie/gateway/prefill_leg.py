@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Set
 
 from coterie.core import RouteRequest
-from coterie.engines.base import Call, Engine, Prefilled
+from coterie.engines.base import Body, Call, Engine, Prefilled
 from coterie.errors import EngineError
 from coterie.gateway.answers import identity, pass_through, rewritten
 from coterie.gateway.faults import Faults
@@ -15,6 +15,7 @@ from coterie.gateway.journey import Journey
 from coterie.gateway.metrics import Metrics
 from coterie.gateway.retry import RETRIED_STATUS, LegFailed
 from coterie.gateway.stream import Relay
+from coterie.gateway.turns import Turnstile
 from coterie.gateway.upstream import Collected, Patience, UpstreamError
 from coterie.gateway.workers import Fleet, Worker
 
@@ -28,12 +29,21 @@ class PrefillLeg:
 
     patience: Patience
 
-    def __init__(self, engine: Engine, fleet: Fleet, handoffs: Handoffs, faults: Faults, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        fleet: Fleet,
+        handoffs: Handoffs,
+        faults: Faults,
+        metrics: Metrics,
+        turnstile: Turnstile,
+    ) -> None:
         self._engine = engine
         self._fleet = fleet
         self._handoffs = handoffs
         self._faults = faults
         self._metrics = metrics
+        self._turnstile = turnstile
         self._loop = asyncio.get_running_loop()
 
     async def run(self, journey: Journey, call: Call, asked: RouteRequest, avoid: Set[str]) -> bool:
@@ -56,8 +66,8 @@ class PrefillLeg:
         if reply.status != 200:
             pass_through(journey.reply, reply, journey.id)
             return False
-        prefilled = self._read(worker, journey, call, reply)
-        if prefilled.ended:
+        prefilled = await self._read(worker, journey, call, reply)
+        if prefilled.ended and not reply.is_large:
             self._answer(journey, call, reply)
             return False
         if prefilled.handoff is None:
@@ -86,7 +96,7 @@ class PrefillLeg:
         return reply
 
     async def _post(
-        self, worker: Worker, journey: Journey, body: bytes, reply: Collected | Relay, asked: RouteRequest
+        self, worker: Worker, journey: Journey, body: Body, reply: Collected | Relay, asked: RouteRequest
     ) -> None:
         start_s = self._loop.time()
         with self._fleet.ledger.lease(worker.name, asked):
@@ -100,10 +110,13 @@ class PrefillLeg:
         assert reply.head is not None
         self._faults.answered(worker, reply.head.status)
 
-    def _read(self, worker: Worker, journey: Journey, call: Call, reply: Collected) -> Prefilled:
+    async def _read(self, worker: Worker, journey: Journey, call: Call, reply: Collected) -> Prefilled:
         """Read the reply; KV that it names is held from now on."""
         try:
-            prefilled = self._engine.prefilled(reply.body())
+            prefilled = self._engine.prefilled(*await self._turnstile.read_reply(reply.large_body()))
+        except asyncio.CancelledError:
+            self._handoffs.release_late(journey, call, reply)
+            raise
         except EngineError as error:
             named = EngineError(f"prefill worker {worker.name}: {error}")
             self._faults.talked_nonsense(worker, str(named))

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 
 from coterie.core import ModelGeometry
-from coterie.engines.base import Call, Engine, Handoff
+from coterie.engines.base import Body, Call, Engine, Handoff
 from coterie.errors import EngineError, WireError
 from coterie.gateway.config import GatewayConfig
 from coterie.gateway.transfers import look
@@ -111,7 +111,7 @@ class Prober:
         await worker.pool.get(path.encode(), _HEADERS, reply, self._quick)
         return _expect_ok(worker, path, reply)
 
-    async def _post(self, worker: Worker, call: Call, body: bytes) -> bytes:
+    async def _post(self, worker: Worker, call: Call, body: Body) -> bytes:
         reply = Collected(_MAX_REPLY_BYTES)
         try:
             await worker.pool.post(call.path.encode(), _HEADERS, body, reply, self._slow)

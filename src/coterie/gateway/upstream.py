@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol, cast
 
+from coterie.engines.base import Body
+from coterie.engines.large import LARGE_BYTES
+from coterie.engines.pieces import Pieces
 from coterie.errors import EngineError
 from coterie.gateway.http1 import (
     MAX_HEAD_BYTES,
+    ChunkedFraming,
     Framing,
     MalformedError,
     ResponseHead,
     framing_of,
     parse_response_head,
-    unchunk,
 )
 
 if TYPE_CHECKING:
@@ -24,6 +27,12 @@ if TYPE_CHECKING:
 
 STALE_S = 0.25
 """A worker that was closing a connection is heard of within a trip to it and back; later, it may be at work."""
+
+JOINED_BYTES = 64 << 10
+"""Heads and bodies are joined and written by one system call; larger ones are not copied for it."""
+
+PIECE_BYTES = 128 << 10
+"""How much of a large body is written before others get their turn."""
 
 LATE_S = 2.0
 """A worker that is told of a client's leaving closes the connection; so long may what it had sent before take."""
@@ -94,7 +103,7 @@ class Collected:
         on_complete: called once the whole reply is here; None for nothing.
     """
 
-    __slots__ = ("_limit", "_parts", "_size", "complete", "head", "on_complete", "sent", "wanted_late")
+    __slots__ = ("_limit", "_parts", "_size", "_unchunked", "complete", "head", "on_complete", "sent", "wanted_late")
 
     def __init__(self, limit_bytes: int, *, wanted_late: bool = False) -> None:
         self.head: ResponseHead | None = None
@@ -105,17 +114,22 @@ class Collected:
         self._parts: list[bytes] = []
         self._size = 0
         self._limit = limit_bytes
+        self._unchunked = False
 
     def on_head(self, head: ResponseHead, connection: Upstream) -> None:
         """See `Consumer.on_head`."""
         self.head = head
+        if isinstance(connection.framing, ChunkedFraming):
+            connection.framing.payload = self._parts
+            self._unchunked = True
 
     def on_body(self, data: bytes) -> None:
         """See `Consumer.on_body`."""
         self._size += len(data)
         if self._size > self._limit:
             raise MalformedError(f"the reply is larger than {self._limit} bytes")
-        self._parts.append(data)
+        if not self._unchunked:
+            self._parts.append(data)
 
     def on_end(self) -> None:
         """See `Consumer.on_end`."""
@@ -131,9 +145,16 @@ class Collected:
 
     def body(self) -> bytes:
         """The complete body, without framing."""
-        assert self.head is not None
-        raw = b"".join(self._parts)
-        return unchunk(raw) if self.head.chunked else raw
+        return b"".join(self._parts)
+
+    @property
+    def is_large(self) -> bool:
+        """Whether the body is too large to be read at once."""
+        return self._size > LARGE_BYTES
+
+    def large_body(self) -> Body:
+        """The complete body, without framing; in pieces if it is large."""
+        return Pieces(self._parts) if self.is_large else self.body()
 
 
 class Upstream(asyncio.Protocol):
@@ -145,8 +166,8 @@ class Upstream(asyncio.Protocol):
     """
 
     __slots__ = (
-        "_consumer", "_future", "_head", "_keep_alive", "_loop", "_patience", "_paused", "_pool",
-        "_reused", "_sent_s", "_transport", "deadline", "framing",
+        "_consumer", "_drained", "_future", "_head", "_keep_alive", "_loop", "_patience", "_paused", "_pool",
+        "_reused", "_sent_s", "_transport", "_whole", "deadline", "framing",
     )  # fmt: skip
 
     def __init__(self, pool: Pool, loop: asyncio.AbstractEventLoop) -> None:
@@ -163,8 +184,10 @@ class Upstream(asyncio.Protocol):
         self._paused = False
         self._reused = False
         self._sent_s = 0.0
+        self._whole = True  # whether all of the request is written
+        self._drained: asyncio.Future[None] | None = None
 
-    async def exchange(self, request: Sequence[bytes], consumer: Consumer, patience: Patience) -> None:
+    async def exchange(self, head: bytes, body: Body, consumer: Consumer, patience: Patience) -> None:
         """Send one request; return when its reply is complete.  Cancelling closes the connection.
 
         If the reply is wanted late, only this side's half is closed at first: the worker hears of it as it does of
@@ -178,9 +201,12 @@ class Upstream(asyncio.Protocol):
         self._consumer, self._patience = consumer, patience
         self._sent_s = self._loop.time()
         self.deadline = self._sent_s + patience.first_byte_s
-        self._transport.writelines(request)  # one system call, where two writes would be two
-        consumer.sent = True
         try:
+            if isinstance(body, bytes):
+                self._write(head, body)
+            else:
+                await self._write_in_pieces(head, body, future)
+            consumer.sent = self._whole
             await future
         except asyncio.CancelledError:
             # The reply may have completed in the same turn, and the connection be another request's by now.
@@ -232,10 +258,19 @@ class Upstream(asyncio.Protocol):
             self._read(data)
         except MalformedError as error:
             self._fail(f"answered what cannot be relayed: {error}", "garbage")
+        if len(data) > JOINED_BYTES and not self._paused and self._transport is not None:
+            # The loop would read on for as long as there is more, and nobody else would get a turn.
+            self._transport.pause_reading()
+            self._loop.call_soon(self._read_more)
+
+    def _read_more(self) -> None:
+        if not self._paused and self._transport is not None:
+            self._transport.resume_reading()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """See `asyncio.Protocol`."""
         self._pool.forget(self)
+        self.resume_writing()  # whoever waits to write on sees that there is no more to do
         if self._future is None:
             return
         if exc is None and self.framing is not None and self.framing.ends_with_connection:
@@ -246,9 +281,40 @@ class Upstream(asyncio.Protocol):
         where = "in the middle of its reply" if self.framing else "before it answered"
         self._fail(f"closed the connection {where}", "closed", stale=stale)
 
+    def pause_writing(self) -> None:
+        """See `asyncio.Protocol`."""
+        self._drained = self._loop.create_future()
+
+    def resume_writing(self) -> None:
+        """See `asyncio.Protocol`."""
+        drained, self._drained = self._drained, None
+        if drained is not None and not drained.done():
+            drained.set_result(None)
+
+    def _write(self, head: bytes, body: bytes) -> None:
+        assert self._transport is not None
+        if len(body) <= JOINED_BYTES:
+            self._transport.write(head + body)
+        else:
+            self._transport.writelines((head, body))
+
+    async def _write_in_pieces(self, head: bytes, body: Pieces, future: asyncio.Future[None]) -> None:
+        """Write until all is written, or the worker has answered or left before that."""
+        assert self._transport is not None
+        self._whole = False
+        self._transport.write(head)
+        for start in range(0, len(body), PIECE_BYTES):
+            self._transport.writelines(body.span(start, start + PIECE_BYTES))
+            await asyncio.sleep(0)
+            if self._drained is not None:
+                await self._drained
+            if future.done():
+                return
+        self._whole = True
+
     def _give_up(self, consumer: Consumer) -> None:
         assert self._transport is not None
-        if consumer.wanted_late:
+        if consumer.wanted_late and self._whole:
             self.deadline = self._loop.time() + LATE_S
             self._transport.write_eof()
         else:
@@ -292,7 +358,7 @@ class Upstream(asyncio.Protocol):
         late = self._future.cancelled()
         self._read_on()
         self._end()
-        if clean and self._keep_alive and not late:
+        if clean and self._keep_alive and self._whole and not late:
             self._pool.keep(self)
         else:
             self.close()
