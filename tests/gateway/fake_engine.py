@@ -94,8 +94,13 @@ async def serve_well(engine: FakeEngine, exchange: Exchange) -> None:
     if seen.is_prefill:
         exchange.full(200, engine.prefill_reply())
         return
-    engine.collect(seen)
     body = seen.json
+    if body.get("model", "tiny") not in ("tiny", *engine.models):
+        if engine.frees_what_it_refuses:
+            engine.collect(seen)
+        exchange.full(404, b'{"error": {"message": "no such model"}}')
+        return
+    engine.collect(seen)
     tokens = [f"t{i} " for i in range(body.get("max_tokens") or 4)]
     if not body.get("stream"):
         text = "".join(tokens)
@@ -129,9 +134,11 @@ class FakeEngine:
         self.counts = counts
         self.envelope: Any = None
         self.health = 200
+        self.silent = False  # GET is never answered
         self.metrics = METRICS
         self.settings: bytes | None = None
         self.models = ["tiny"]
+        self.frees_what_it_refuses = True  # as vLLM does once it has taken KV from the prefill server
         self.token_delay_s = 0.0
         self.answer: Answer = serve_well
         self.seen: list[Seen] = []
@@ -196,6 +203,9 @@ class FakeEngine:
         exchange = Exchange(Seen(method, target, headers, body), writer)
         if method == "GET":
             self.gets.append(exchange.seen)
+            if self.silent:
+                await reader.read()
+                return False
             if target == "/health":
                 exchange.full(self.health, b"")
             elif target == "/metrics":

@@ -250,6 +250,13 @@ class Engine(Protocol):
         """
         ...
 
+    def refusal(self, handoff: Handoff) -> tuple[str, Body]:
+        """Path and body of a request that a decode server refuses, having the prefill server free the handoff.
+
+        It costs neither of them anything, but has this effect only where the two have exchanged KV before.
+        """
+        ...
+
     def release_body(self, call: Call, handoff: Handoff) -> Body:
         """Body for a decode server that makes the prefill server free a handoff nobody will decode."""
         ...

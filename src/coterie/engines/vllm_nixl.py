@@ -68,6 +68,8 @@ without looking at their names."""
 _ROUTED_EXPERTS = ("routed_experts_prompt_start", "return_routed_experts")
 """What vLLM and SGLang call the wish for the experts of each token."""
 
+_NO_MODEL = "coterie/releases-a-handoff"
+
 _KV_USAGE = b"vllm:kv_cache_usage_perc"
 _WAITING = b"vllm:num_requests_waiting_by_reason"
 _FETCHED = b"vllm:external_prefix_cache_hits_total"
@@ -276,6 +278,11 @@ class VllmNixl:
     def transcript(self, call: Call, limit_tokens: int) -> Transcript:
         """See `Engine.transcript`."""
         return vllm_resume.VllmTranscript(call, limit_tokens, chat=call.path == CHAT)
+
+    def refusal(self, handoff: Handoff) -> tuple[str, Body]:
+        """A completion by a model that no server has: vLLM tells the prefill server of what it does not let in."""
+        body = {"model": _NO_MODEL, "prompt": "", "max_tokens": 1, _PARAMS: handoff.params}
+        return COMPLETIONS, handoff.large.completed(_encode(body))
 
     def release_body(self, call: Call, handoff: Handoff) -> Body:
         """The real request with one output token: pulling the KV is what makes the prefill server free it."""

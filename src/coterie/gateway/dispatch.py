@@ -19,8 +19,8 @@ from coterie.gateway.metrics import Metrics
 from coterie.gateway.prefill_leg import PrefillLeg
 from coterie.gateway.retry import Budget, LegFailed, next_leg
 from coterie.gateway.turns import Turnstile
-from coterie.gateway.upstream import Patience
-from coterie.gateway.workers import Fleet
+from coterie.gateway.upstream import Patience, UpstreamError
+from coterie.gateway.workers import Fleet, Worker
 from coterie.routing import PREFIX_BYTES, Reads
 
 
@@ -31,11 +31,11 @@ class Dispatcher:
         decisions: the last decode decisions.
         handoffs: KV that waits between the legs.
         faults: takes note of what workers fail.
-        running: requests on their way, oldest first.
+        running: requests on their way, with their tasks.
     """
 
     def __init__(self, engine: Engine, prefill: Fleet, decode: Fleet, config: GatewayConfig, metrics: Metrics) -> None:
-        self.running: dict[Journey, None] = {}
+        self.running: dict[Journey, asyncio.Task[None]] = {}
         self.faults = Faults(prefill, decode, metrics)
         self._turnstile = Turnstile()
         self.handoffs = Handoffs(engine, decode, self.faults, metrics, self._turnstile)
@@ -55,6 +55,17 @@ class Dispatcher:
         self._decode_leg.patience = Patience(config.first_byte_timeout_s, config.idle_timeout_s)
         self.handoffs.configure(config)
 
+    def expire(self, now_s: float) -> None:
+        """End the requests that take longer than `--request-timeout-s`."""
+        for journey, task in self.running.items():
+            if now_s > journey.request.arrived_s + self._config.request_timeout_s and not journey.late:
+                journey.late = True
+                task.cancel()
+
+    def drained(self, worker: Worker) -> bool:
+        """Whether no request of this gateway needs a worker any more, nor KV that it keeps."""
+        return self._fleets[worker.role].holds_nothing(worker) and not self.handoffs.kept_by(worker.name)
+
     async def dispatch(self, journey: Journey) -> None:
         """Serve one request.  Being cancelled means that the client has left, or that the request's time is over.
 
@@ -71,12 +82,17 @@ class Dispatcher:
             self._fleets["decode"].require()
             self._note_path(journey, call)
         self._budget.pay()
-        self.running[journey] = None
+        task = asyncio.current_task()
+        assert task is not None
+        self.running[journey] = task
         left = False
         try:
             await self._serve(journey, call, asked)
         except asyncio.CancelledError:
             left = True
+            if journey.late and task.uncancel() == 0:  # it was not the client who left
+                limit_s = self._config.request_timeout_s
+                raise UpstreamError(f"the request was not answered within {limit_s:g} s", "timeout") from None
             raise
         finally:
             del self.running[journey]

@@ -212,6 +212,7 @@ class Gateway:
         for client in [client for client in self.clients if client.deadline < now_s]:
             client.expire()
         self.entrance.gate.expire(now_s)
+        self.dispatcher.expire(now_s)
         self._log_requests()
         self._sweeper = self._loop.call_later(SWEEP_S, self._sweep)
 

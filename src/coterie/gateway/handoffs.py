@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Coroutine
 from typing import Any
 
-from coterie.engines.base import Call, Engine, Handoff
+from coterie.engines.base import Body, Call, Engine, Handoff
 from coterie.errors import EngineError
 from coterie.gateway.config import GatewayConfig
 from coterie.gateway.faults import Faults
@@ -17,10 +17,14 @@ from coterie.gateway.retry import LegFailed
 from coterie.gateway.stream import Relay
 from coterie.gateway.turns import Turnstile
 from coterie.gateway.upstream import Collected, Patience, UpstreamError
-from coterie.gateway.workers import Fleet
+from coterie.gateway.workers import Fleet, Worker
 
 MAX_REPLY_BYTES = 64 << 20
 """Of a prefill worker, whose counts may be large, and of a release."""
+
+
+RELEASE_S = 25.0
+"""The longest that a release may take: then the workers' own lease is about to end the handoff anyway."""
 
 
 class Held:
@@ -29,19 +33,27 @@ class Held:
     Attributes:
         handoff: what the prefill worker said.
         call: the request that it is of.
-        headers: header lines for the workers.
+        journey: the same on its way.
         prefill: name of the worker that keeps the KV.
         since_s: when it answered, on the loop's clock.
     """
 
-    __slots__ = ("call", "handoff", "headers", "prefill", "since_s")
+    __slots__ = ("call", "handoff", "journey", "prefill", "since_s")
 
-    def __init__(self, handoff: Handoff, call: Call, headers: bytes, prefill: str, since_s: float) -> None:
+    def __init__(self, handoff: Handoff, call: Call, journey: Journey, since_s: float) -> None:
         self.handoff = handoff
         self.call = call
-        self.headers = headers
-        self.prefill = prefill
+        self.journey = journey
+        self.prefill = journey.prefill
         self.since_s = since_s
+
+    @property
+    def waits(self) -> bool:
+        """Whether the KV may still be where it was: until a stream begins, else until the request is sent."""
+        relay = self.journey.relay
+        if relay is None:
+            return True
+        return relay.first_byte_s is None if self.call.stream else not relay.sent
 
 
 class Handoffs:
@@ -68,11 +80,27 @@ class Handoffs:
         self._metrics = metrics
         self._turnstile = turnstile
         self._loop = asyncio.get_running_loop()
+        metrics.show("handoffs_waiting", "KV that prefill workers keep for requests on their way.", self.waiting)
+        metrics.show("handoff_oldest_seconds", "Age of the oldest of them.", self.oldest_s)
 
     def configure(self, config: GatewayConfig) -> None:
         """Go by this configuration from the next handoff on: how old one may grow, how long a release may take."""
         self._most_s = config.max_handoff_s
-        self._patience = Patience(config.first_byte_timeout_s, config.idle_timeout_s)
+        release_s = min(RELEASE_S, config.first_byte_timeout_s)
+        self._patience = Patience(release_s, release_s)
+
+    def waiting(self) -> int:
+        """How many handoffs no decode worker is known to have taken."""
+        return sum(held.waits for held in self.open)
+
+    def oldest_s(self) -> float:
+        """Age of the oldest of them; 0 if there is none."""
+        since_s = next((held.since_s for held in self.open if held.waits), None)
+        return 0.0 if since_s is None else self._loop.time() - since_s
+
+    def kept_by(self, prefill: str) -> bool:
+        """Whether a prefill worker may keep KV of a request on its way."""
+        return any(held.prefill == prefill and not _begun(held.journey.relay) for held in self.open)
 
     def hold(self, journey: Journey, call: Call, handoff: Handoff) -> None:
         """A prefill worker keeps KV for a request."""
@@ -99,9 +127,12 @@ class Handoffs:
         held = journey.held
         if held is None:
             return
-        if _taken(journey.relay, left=left):
+        relay = journey.relay
+        if _taken(relay, left=left):
             journey.held = None
             del self.open[held]
+            if held.call.stream and relay is not None and relay.first_byte_s is not None:
+                self._metrics.handoff_s.observe(relay.first_byte_s - held.since_s)
         else:
             self.give_up(journey)
 
@@ -129,7 +160,7 @@ class Handoffs:
             self._release(self._open(journey, call, handoff), "")
 
     def _open(self, journey: Journey, call: Call, handoff: Handoff) -> Held:
-        held = Held(handoff, call, journey.headers, journey.prefill, self._loop.time())
+        held = Held(handoff, call, journey, self._loop.time())
         self.open[held] = None
         return held
 
@@ -143,21 +174,47 @@ class Handoffs:
         task.add_done_callback(self.background.discard)
 
     async def _release_now(self, held: Held, tried: str) -> None:
-        """Free a handoff by having a decode worker collect it; where that fails, the engine's own lease ends it."""
-        workers = self._decode.available()
-        if not workers:
+        """Free a handoff; where nobody can, the engine's own lease ends it.
+
+        A request that a decode worker refuses costs nothing, but has an effect only if the two workers are connected.
+        One that it runs has the KV moved first.
+        """
+        worker = self._whom(held, tried)
+        if worker is None:
             self._metrics.released.inc("no worker")
             return
-        worker = next((worker for worker in workers if worker.name != tried), workers[0])
-        reply = Collected(MAX_REPLY_BYTES)
-        body = self._engine.release_body(held.call, held.handoff)
         try:
-            await worker.pool.post(held.call.path.encode(), held.headers, body, reply, self._patience)
-        except UpstreamError as error:
-            self._faults.lost(worker, error)
-            self._metrics.released.inc("failed")
-            return
-        self._metrics.released.inc("released" if reply.status < 500 else "failed")
+            async with asyncio.timeout(RELEASE_S):
+                done = held.prefill in worker.met and await self._refused(worker, held)
+                done = done or await self._collected(worker, held)
+        except (TimeoutError, UpstreamError) as error:
+            if isinstance(error, UpstreamError):
+                self._faults.lost(worker, error)
+            done = False
+        self._metrics.released.inc("released" if done else "failed")
+
+    def _whom(self, held: Held, tried: str) -> Worker | None:
+        """The decode worker to ask: one that is connected, and not the one that was tried, if there is such."""
+        workers = self._decode.available()
+        return min(workers, key=lambda worker: (worker.name == tried, held.prefill not in worker.met), default=None)
+
+    async def _refused(self, worker: Worker, held: Held) -> bool:
+        path, body = self._engine.refusal(held.handoff)
+        status = await self._post(worker, held, path, body)
+        return 400 <= status < 500
+
+    async def _collected(self, worker: Worker, held: Held) -> bool:
+        status = await self._post(worker, held, held.call.path, self._engine.release_body(held.call, held.handoff))
+        return status < 500
+
+    async def _post(self, worker: Worker, held: Held, path: str, body: Body) -> int:
+        reply = Collected(MAX_REPLY_BYTES)
+        await worker.pool.post(path.encode(), held.journey.headers, body, reply, self._patience)
+        return reply.status
+
+
+def _begun(relay: Relay | None) -> bool:
+    return relay is not None and relay.first_byte_s is not None
 
 
 def _taken(relay: Relay | None, *, left: bool) -> bool:
@@ -169,4 +226,4 @@ def _taken(relay: Relay | None, *, left: bool) -> bool:
     """
     if relay is None or not relay.sent:
         return False
-    return left or (relay.first_byte_s is not None and relay.head is not None and relay.head.status < 400)
+    return left or (_begun(relay) and relay.head is not None and relay.head.status < 400)

@@ -32,6 +32,7 @@ class Watch:
         self._fleet = gateway.fleet_of(worker)
         self._prober = Prober(gateway.engine, gateway.config)
         self._failures = 0
+        self._failing_since_s = 0.0
         self._loop = asyncio.get_running_loop()
 
     async def run(self) -> None:
@@ -55,11 +56,13 @@ class Watch:
 
     async def _try(self) -> None:
         """The trial of an open breaker: requests of our own rather than a client's."""
+        since_s = self._loop.time()
         try:
             await self._prober.check(self._worker)
             await self._admit()
         except EngineError as error:
             self._fleet.trial_over(self._worker, str(error))
+            self._count(since_s)
         else:
             self._fleet.trial_over(self._worker, None)
             self._back()
@@ -78,11 +81,17 @@ class Watch:
 
     async def _admit(self) -> None:
         """Let the worker do its part with each of the other role."""
-        others = self._gateway.decode if self._worker.role == "prefill" else self._gateway.prefill
-        for other in others.available():
-            if other.name not in self._prober.models:
+        fleet = self._gateway.decode if self._worker.role == "prefill" else self._gateway.prefill
+        await self._prober.admit(self._worker, [other for other in fleet.available() if await self._known(other)])
+
+    async def _known(self, other: Worker) -> bool:
+        """Whether the models of a worker of the other role are known; its own watch sees to it if it does not say."""
+        if other.name not in self._prober.models:
+            try:
                 await self._prober.check(other)
-        await self._prober.admit(self._worker, others.available())
+            except EngineError:
+                return False
+        return True
 
     def _back(self) -> None:
         self._failures = 0
@@ -95,8 +104,24 @@ class Watch:
             self._fleet.failed(worker, str(error), refused=True)
         # A busy server may be late with its health while it serves: what it sent meanwhile shows that it lives.
         serves = kind == "timeout" and worker.pool.heard_s > since_s
-        self._failures = 0 if serves else self._failures + 1
+        if serves:
+            self._failures = 0
+            return
+        self._count(since_s)
         if self._failures >= FAILURES or "unhealthy" in worker.problems:
             if worker.problem is None:
                 _log.error("%s worker %s (%s) is taken out: %s", worker.role, worker.name, worker.url, error)
             self._fleet.set_problem(worker, "unhealthy", str(error))
+
+    def _count(self, since_s: float) -> None:
+        """Count a check that failed; give up requests at a worker from which nothing has been heard for so many.
+
+        One that hangs, or whose host is gone, would keep them until their own time is over.  One that takes no more
+        connections but ends its streams, as servers do that are told to stop, is heard.
+        """
+        if self._failures == 0:
+            self._failing_since_s = since_s
+        self._failures += 1
+        silent_s = self._loop.time() - max(self._failing_since_s, self._worker.pool.heard_s)
+        if silent_s >= FAILURES * self._gateway.config.health_timeout_s:
+            self._worker.pool.cut("answers neither requests nor health checks")

@@ -57,6 +57,7 @@ class Journey:
         decision: what the decode policy said.
         relay: the decode leg's reply, of its last attempt.
         held: KV that no decode worker has taken yet.
+        late: whether its time is over.
         tries: the workers that failed it.
         outcome: one word: "ok", "error", "left" (the client), "cut" (the reply).
     """
@@ -74,6 +75,7 @@ class Journey:
     decision: Decision | None = None
     relay: Relay | None = None
     held: Held | None = None
+    late: bool = False
     tries: Tries = field(default_factory=Tries)
     outcome: str = "ok"
 

@@ -129,6 +129,7 @@ class Metrics:
         total_s: seconds from a complete request to the end of its reply.
         first_byte_s: seconds to the first byte of its reply's body (time to first token, where streamed).
         queue_s: seconds that requests which were let in had waited, where there is a bound on those in flight.
+        handoff_s: seconds from the prefill reply to the first byte of a streamed reply.
         prefill_s: seconds of the prefill leg.
         decode_s: seconds of the decode leg.
     """
@@ -155,6 +156,7 @@ class Metrics:
         self.total_s = self._histogram("request_seconds", "Seconds from a complete request to the reply's end.")
         self.first_byte_s = self._histogram("ttft_seconds", "Seconds to the first byte of the reply's body.")
         self.queue_s = self._histogram("queue_seconds", "Seconds that requests waited for their turn.")
+        self.handoff_s = self._histogram("handoff_seconds", "Seconds from the prefill reply to a stream's first byte.")
         self.prefill_s = self._histogram("prefill_seconds", "Seconds of the prefill leg.")
         self.decode_s = self._histogram("decode_seconds", "Seconds of the decode leg.")
 

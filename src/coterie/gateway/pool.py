@@ -79,6 +79,11 @@ class Pool:
         for connection in [connection for connection in self.connections if connection.deadline < now]:
             connection.expire()
 
+    def cut(self, why: str) -> None:
+        """Give up every request in flight, as if its time were over."""
+        for connection in self.connections - set(self._idle):
+            connection.cut(why)
+
     def close(self) -> None:
         """Close the idle connections."""
         while self._idle:

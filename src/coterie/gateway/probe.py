@@ -71,6 +71,9 @@ class Prober:
         Raises:
             ProbeError: the worker cannot do its part.
         """
+        worker.met.clear()
+        for other in others:
+            other.met.discard(worker.name)
         if worker.role == "prefill" and not others:
             await self._prefill(worker)
         for other in others:
@@ -88,6 +91,8 @@ class Prober:
         call, handoff = await self._prefill(prefill)
         body = self._engine.decode_body(call, handoff)
         await self._post(decode, call, body)
+        prefill.met.add(decode.name)
+        decode.met.add(prefill.name)
 
     async def _prefill(self, worker: Worker) -> tuple[Call, Handoff]:
         call = self._engine.probe(self.models[worker.name][0])

@@ -236,6 +236,10 @@ class Upstream(asyncio.Protocol):
         waited_s = self._patience.idle_s if self.framing else self._patience.first_byte_s
         self._fail(f"did not answer for {waited_s:g} s", "timeout")
 
+    def cut(self, why: str) -> None:
+        """Give up the request."""
+        self._fail(why, "timeout")
+
     def close(self) -> None:
         """Close an idle connection."""
         if self._transport is not None:

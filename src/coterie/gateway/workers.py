@@ -55,11 +55,12 @@ class Worker:
         pool: its connections.
         breaker: keeps requests from it while it fails them.
         problems: what keeps it from being used, in words, by reason; `Fleet.set_problem` writes it.
+        met: names of the workers of the other role that it has exchanged KV with since it joined.
         alarm: set when its health is to be looked at before the next check is due.
         transfer: how a decode worker comes by KV, as far as it has shown.
     """
 
-    __slots__ = ("alarm", "breaker", "name", "pool", "problems", "role", "transfer", "url")
+    __slots__ = ("alarm", "breaker", "met", "name", "pool", "problems", "role", "transfer", "url")
 
     def __init__(self, name: str, role: Role, url: str, config: GatewayConfig, access: Access) -> None:
         self.name = name
@@ -74,6 +75,7 @@ class Worker:
         )
         self.breaker = Breaker(_breaker_rules(config))
         self.problems: dict[Reason, str] = {"unhealthy": "not yet checked"}
+        self.met: set[str] = set()
         self.alarm = asyncio.Event()
         self.transfer = Transfer()
 

@@ -163,8 +163,6 @@ def test_kv_that_is_gone_fails_the_request_and_is_not_computed_again(prefill, de
     [
         {"max_tokens": 4000},
         {"logprobs": 3},
-        {"model": "other"},
-        {"prompt": [1, 2, 3]},
         {"temperature": -1},
         {"n": 2},
     ],
@@ -177,6 +175,15 @@ def test_a_refused_decode_request_leaves_the_handoff_to_whoever_sent_it(prefill,
     assert prefill.metric("coterie:kv_leases") == 1
     assert either.post(**right).status_code == 200
     assert prefill.metric("coterie:kv_leases") == 0
+
+
+@pytest.mark.parametrize("fields", [{"model": "other"}, {"prompt": [1, 2, 3]}])
+def test_a_decode_request_that_is_not_let_in_frees_the_handoff_as_in_vllm(prefill, either, fields):
+    prompt = some_prompt()
+    params = prefill.prefill(prompt)
+    refused = either.post(**{"prompt": prompt, "max_tokens": 4, "kv_transfer_params": params, **fields})
+    assert refused.status_code in (400, 404)
+    wait_until(lambda: prefill.metric("coterie:kv_leases") == 0, "the handoff is free")
 
 
 def test_prompt_tokens_that_a_router_sends_are_taken(prefill, either):

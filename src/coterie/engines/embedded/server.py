@@ -161,9 +161,14 @@ async def _body(request: Request) -> bytes:
 async def _generate(worker: Worker, request: Request, read: Callable[[bytes], Call]) -> Response:
     body = await _body(request)
     call = read(body)
-    _check_model(worker, call.model)
-    # tokenising a long prompt takes a while, in which other requests go on
-    prompts = await asyncio.to_thread(_prompts, worker, call) if len(body) > _LONG_BYTES else _prompts(worker, call)
+    try:
+        _check_model(worker, call.model)
+        # tokenising a long prompt takes a while, in which other requests go on
+        prompts = await asyncio.to_thread(_prompts, worker, call) if len(body) > _LONG_BYTES else _prompts(worker, call)
+    except (CoterieError, _RefusedError):
+        if call.transfer.remote is not None:  # nobody will fetch it: vLLM, too, has the prefill server free it
+            worker.loads.pulls.drop(call.transfer.remote)
+        raise
     return _Reply(_Answer(worker, call, prompts, _reply_id(request, call)))
 
 
