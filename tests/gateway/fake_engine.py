@@ -41,6 +41,7 @@ class Seen:
     target: str
     headers: dict[str, str]
     body: bytes
+    head: str = ""
 
     @property
     def json(self) -> Any:
@@ -196,11 +197,12 @@ class FakeEngine:
             writer.close()
 
     async def _serve_one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
+        text = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+        head = text.split("\r\n")
         method, target, _ = head[0].split(" ")
         headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in head[1:] if line)}
         body = await reader.readexactly(int(headers.get("content-length", 0)))
-        exchange = Exchange(Seen(method, target, headers, body), writer)
+        exchange = Exchange(Seen(method, target, headers, body, text), writer)
         if method == "GET":
             self.gets.append(exchange.seen)
             if self.silent:

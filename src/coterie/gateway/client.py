@@ -14,10 +14,21 @@ import httptools
 from coterie.engines.base import Body
 from coterie.engines.large import LARGE_BYTES
 from coterie.engines.pieces import Pieces
-from coterie.gateway.http1 import MAX_HEAD_BYTES, Header, RefusedError, error_body, response_head
+from coterie.gateway.http1 import (
+    MAX_HEAD_BYTES,
+    Header,
+    RefusedError,
+    error_body,
+    origin_form,
+    response_head,
+    retry_after,
+)
 from coterie.gateway.keys import Key
 
+MAX_HEADERS = 200
 MAX_PIPELINED_BYTES = 64 << 10
+_LINGERING = 256
+"""Connections beyond the bound that are told so; any more are cut."""
 PIECE_BYTES = 16 << 10
 """How much is parsed before others get their turn: at most a millisecond's work, if it is chunks of a byte."""
 
@@ -65,16 +76,37 @@ class ClientLimits:
     """Bounds on what a client may send, and how slowly.
 
     Attributes:
+        connections: how many may be open at once.
         body_bytes: largest request body.
+        held_bytes: bytes of all bodies that are here at once.
         request_s: seconds from a request's first byte to its last.
         idle_s: seconds that an idle connection is kept.
         stall_s: seconds for which a client may refuse to take more of its reply.
     """
 
+    connections: int = 10_000
     body_bytes: int = 64 << 20
+    held_bytes: int = 1 << 30
     request_s: float = 60.0
     idle_s: float = 75.0
     stall_s: float = 60.0
+
+
+@dataclass(slots=True)
+class Clients:
+    """What all client connections of a gateway share.
+
+    Attributes:
+        limits: bounds on each and on all; may be replaced.
+        on_refused: called with the reason when a request is refused before it is complete.
+        connections: those that are open.
+        held_bytes: bytes of the bodies that are here: coming, waiting or being answered.
+    """
+
+    limits: ClientLimits
+    on_refused: Callable[[str], None]
+    connections: set[ClientConnection] = field(default_factory=set)
+    held_bytes: int = 0
 
 
 class Watcher(Protocol):
@@ -179,29 +211,20 @@ class ClientConnection(asyncio.Protocol):
     Attributes:
         deadline: when the present wait for the client is over, on the loop's clock.
         full: whether the client does not keep up with its reply.
-        limits: bounds on what the client sends.
     """
 
     __slots__ = (
-        "_body", "_body_size", "_closed", "_doorman", "_draining", "_handler", "_head_size", "_in_head", "_loop",
-        "_next", "_parser", "_partial", "_piece", "_piece_size", "_registry", "_reply", "_task", "_transport",
-        "_unread", "_waiting", "_waiting_size", "deadline", "full", "limits",
+        "_body", "_body_size", "_clients", "_closed", "_doorman", "_draining", "_handler", "_head_size", "_held",
+        "_in_head", "_loop", "_next", "_parser", "_partial", "_piece", "_piece_size", "_reply", "_task", "_transport",
+        "_unread", "_waiting", "_waiting_size", "deadline", "full",
     )  # fmt: skip
 
-    def __init__(
-        self,
-        handler: Handler,
-        doorman: Doorman,
-        limits: ClientLimits,
-        registry: set[ClientConnection],
-        loop: asyncio.AbstractEventLoop,
-    ) -> None:
+    def __init__(self, handler: Handler, doorman: Doorman, clients: Clients, loop: asyncio.AbstractEventLoop) -> None:
         self.deadline = math.inf
         self.full = False
         self._handler = handler
         self._doorman = doorman
-        self.limits = limits
-        self._registry = registry
+        self._clients = clients
         self._loop = loop
         self._transport: asyncio.Transport | None = None
         self._parser: Any = httptools.HttpRequestParser(self)
@@ -209,6 +232,7 @@ class ClientConnection(asyncio.Protocol):
         self._reply: Reply | None = None
         self._waiting: deque[Request] = deque()
         self._waiting_size = 0
+        self._held = 0  # bytes of bodies that are here
         self._draining = False
         self._closed = False
         self._unread = memoryview(b"")
@@ -230,8 +254,14 @@ class ClientConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """See `asyncio.Protocol`."""
         self._transport = cast("asyncio.Transport", transport)
-        self._registry.add(self)
-        self.deadline = self._loop.time() + self.limits.idle_s
+        clients = self._clients
+        clients.connections.add(self)
+        self.deadline = self._loop.time() + clients.limits.idle_s
+        over = len(clients.connections) - clients.limits.connections
+        if over > _LINGERING:
+            self.abort()
+        elif over > 0:
+            self._refuse(_unavailable("too many connections are open", "too_many_connections"))
 
     def data_received(self, data: bytes) -> None:
         """See `asyncio.Protocol`."""
@@ -269,22 +299,23 @@ class ClientConnection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """See `asyncio.Protocol`."""
         self._closed = True
-        self._registry.discard(self)
+        self._clients.connections.discard(self)
         self._waiting.clear()
+        self._hold(0)
         if self._task is not None:
             self._task.cancel()
 
     def pause_writing(self) -> None:
         """See `asyncio.Protocol`."""
         self.full = True
-        self.deadline = self._loop.time() + self.limits.stall_s
+        self.deadline = self._loop.time() + self._clients.limits.stall_s
         if self._reply is not None:
             self._reply.notify(full=True)
 
     def resume_writing(self) -> None:
         """See `asyncio.Protocol`."""
         self.full = False
-        self.deadline = math.inf if self.busy else self._loop.time() + self.limits.idle_s
+        self.deadline = math.inf if self.busy else self._loop.time() + self._clients.limits.idle_s
         if self._reply is not None:
             self._reply.notify(full=False)
 
@@ -316,6 +347,8 @@ class ClientConnection(asyncio.Protocol):
         self._waiting.clear()
         if self._reply is not None:
             self._reply.request.keep_alive = False
+        elif self._partial:
+            self._refuse(_unavailable("the gateway is stopping", "stopping"))
         elif self._transport is not None and not self._draining:
             self._transport.close()
 
@@ -373,7 +406,7 @@ class ClientConnection(asyncio.Protocol):
         """Called by the parser."""
         self._start_message(partial=True)
         if not self.busy:
-            self.deadline = self._loop.time() + self.limits.request_s
+            self.deadline = self._loop.time() + self._clients.limits.request_s
 
     def on_url(self, url: bytes) -> None:
         """Called by the parser."""
@@ -388,23 +421,23 @@ class ClientConnection(asyncio.Protocol):
         """Called by the parser."""
         request = self._next
         request.method = self._parser.get_method().decode("ascii")
+        if not request.target.startswith(b"/"):
+            request.target = origin_form(request.target)
         request.path = request.target.partition(b"?")[0].decode("latin-1")
-        request.http10 = self._parser.get_http_version() == "1.0"
+        request.http10 = self._check_version()
         if self._parser.should_upgrade():
             return
         self._in_head = False
-        self._check_head_size(sum(len(name) + len(value) + 4 for name, value in request.headers))
+        self._check_head(request)
         self._doorman(request)
         self._check_body_size(int(request.header(b"content-length") or 0))
-        coding = request.header(b"transfer-encoding") or b"chunked"
-        if coding.lower() != b"chunked":
-            raise RefusedError(501, f"transfer-encoding {coding!r} is not served; send chunked alone")
         if not self.busy and (request.header(b"expect") or b"").lower() == b"100-continue":
             self.write(_CONTINUE)
 
     def on_body(self, data: bytes) -> None:
         """Called by the parser."""
         self._body_size += len(data)
+        self._hold(self._held + len(data))
         self._check_body_size(self._body_size)
         self._piece.append(data)
         self._piece_size += len(data)
@@ -431,13 +464,41 @@ class ClientConnection(asyncio.Protocol):
         else:
             self._begin(request)
 
+    def _check_version(self) -> bool:
+        """Whether the client speaks HTTP/1.0; the parser would take 0.9 and 2.0, too."""
+        version = self._parser.get_http_version()
+        if version not in ("1.0", "1.1"):
+            raise RefusedError(400, f"HTTP/{version} is not served; use HTTP/1.1")
+        return bool(version == "1.0")
+
+    def _check_head(self, request: Request) -> None:
+        headers = request.headers
+        if len(headers) > MAX_HEADERS:
+            raise RefusedError(431, f"there are more than {MAX_HEADERS} headers")
+        self._check_head_size(sum([len(name) + len(value) + 4 for name, value in headers]))
+        hosts = [name for name, _ in headers].count(b"host")
+        if hosts > 1 or not (hosts or request.http10):  # RFC 9112, section 3.2
+            raise RefusedError(400, f"there must be one Host header, and there are {hosts}")
+        coding = request.header(b"transfer-encoding")
+        if coding is not None and request.http10:  # RFC 9112, section 6.1
+            raise RefusedError(400, "HTTP/1.0 has no transfer-encoding; send a content-length")
+        if coding is not None and coding.lower() != b"chunked":
+            raise RefusedError(501, "this transfer-encoding is not served; send chunked alone")
+
     def _check_head_size(self, size: int) -> None:
         if size > MAX_HEAD_BYTES:
             raise RefusedError(431, f"the headers are larger than {MAX_HEAD_BYTES} bytes")
 
     def _check_body_size(self, size: int) -> None:
-        if size > self.limits.body_bytes:
-            raise RefusedError(413, f"the body is larger than {self.limits.body_bytes} bytes")
+        if size > self._clients.limits.body_bytes:
+            raise RefusedError(413, f"the body is larger than {self._clients.limits.body_bytes} bytes")
+        if self._clients.held_bytes - self._body_size + size > self._clients.limits.held_bytes:
+            raise _unavailable("the bodies of all requests together are too large", "too_many_bytes")
+
+    def _hold(self, size: int) -> None:
+        """So many bytes of bodies are here now."""
+        self._clients.held_bytes += size - self._held
+        self._held = size
 
     def _limit_pipelining(self) -> None:
         if self._waiting and self._waiting_size + len(self._waiting) * 1024 > MAX_PIPELINED_BYTES:
@@ -460,11 +521,12 @@ class ClientConnection(asyncio.Protocol):
         failed = task.cancelled() or task.exception() is not None
         if self._closed:
             return
+        self._hold(self._held - len(reply.request.body))
         if failed:
             self.abort()
         elif not reply.request.keep_alive:
             self._transport.close()
-            self.deadline = self._loop.time() + self.limits.stall_s  # what is written may still have to drain
+            self.deadline = self._loop.time() + self._clients.limits.stall_s  # what is written may still have to drain
         elif self._waiting:
             request = self._waiting.popleft()
             self._waiting_size -= len(request.body)
@@ -472,19 +534,27 @@ class ClientConnection(asyncio.Protocol):
         else:
             if not self._unread:
                 self._transport.resume_reading()
-            self.deadline = self._loop.time() + self.limits.idle_s
+            self.deadline = self._loop.time() + self._clients.limits.idle_s
 
     def _refuse(self, refused: RefusedError) -> None:
         """Answer a request that cannot be read on, then let what the client still sends run out.
 
         Closing at once would reset the connection, and the client would never see why.
         """
+        self._clients.on_refused(refused.reason)
         self._draining = True
         self._waiting.clear()
+        self._start_message()
+        self._hold(len(self._reply.request.body) if self._reply is not None else 0)
         if self.busy:
             self.shut()  # the reply in flight goes first, and is the last
             return
         assert self._transport is not None
         Reply(Request(keep_alive=False), self).refuse(refused)
-        self._transport.write_eof()
+        if self._transport.can_write_eof():  # with TLS, the client closes first
+            self._transport.write_eof()
         self.deadline = self._loop.time() + _DRAIN_S
+
+
+def _unavailable(message: str, code: str) -> RefusedError:
+    return RefusedError(503, message, "unavailable_error", code=code, headers=[retry_after(1)])

@@ -98,6 +98,10 @@ class GatewayConfig:
     health_interval_s: float = _option(3.0, "Time between two health checks of a worker.")
     health_timeout_s: float = _option(10.0, "How long a health check may take.")
     max_body_bytes: int = _option(64 << 20, "Largest request body; larger ones get 413.")
+    max_held_bytes: int = _option(
+        1 << 30, "Bytes of all request bodies that are here at once; what is beyond gets 503."
+    )
+    max_connections: int = _option(10_000, "Connections of clients at once; one more is refused with 503.")
     client_request_timeout_s: float = _option(60.0, "How long a client may take to send a request.")
     client_idle_timeout_s: float = _option(75.0, "How long an idle client connection is kept.")
     client_stall_timeout_s: float = _option(60.0, "How long a client may refuse to take more of its answer.")
@@ -108,6 +112,8 @@ class GatewayConfig:
         for name, value in dataclasses.asdict(self).items():
             if value is not None and name.endswith(("_s", "_bytes", "_tokens")) and not 0 < value < float("inf"):
                 raise ConfigError(f"{name}: must be a positive number, got {value!r}")
+        if self.max_connections < 1:
+            raise ConfigError(f"max_connections: must be at least 1, got {self.max_connections}")
         for name in ("port", "admin_port"):
             if not 0 <= getattr(self, name) <= 65535:
                 raise ConfigError(f"{name}: must be from 0 to 65535, got {getattr(self, name)}")

@@ -62,7 +62,6 @@ class Entrance:
         shown = request.header(b"authorization")
         request.key = keys.find(shown)
         if request.key is None:
-            self._metrics.refusals.inc("no_key" if shown is None else "unknown_key")
             raise _unauthorized(shown)
 
     async def admit(self, journey: Journey, dispatch: Dispatch) -> None:
@@ -109,7 +108,7 @@ class Entrance:
         try:
             ticket = await self.gate.enter(tenant)
         except RefusedError as refused:
-            self._metrics.refusals.inc(refused.code or "")
+            self._metrics.refusals.inc(refused.reason)
             raise
         journey.window = "prefill"
         self._metrics.queue_s.observe(self._loop.time() - since_s)

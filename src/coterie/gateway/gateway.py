@@ -13,7 +13,7 @@ from coterie.engines.base import Engine
 from coterie.errors import CoterieError, RequestError
 from coterie.gateway.access import NO_ACCESS, Access
 from coterie.gateway.answers import answer_error, pass_through
-from coterie.gateway.client import ClientConnection, ClientLimits, Reply, Request
+from coterie.gateway.client import ClientConnection, ClientLimits, Clients, Reply, Request
 from coterie.gateway.config import GatewayConfig
 from coterie.gateway.dispatch import Dispatcher
 from coterie.gateway.entrance import Entrance
@@ -67,7 +67,10 @@ class Gateway:
         self.metrics = Metrics((self.prefill, self.decode))
         self.entrance = Entrance(config, access, self.metrics)
         self.dispatcher = Dispatcher(engine, self.prefill, self.decode, config, self.metrics)
-        self.clients: set[ClientConnection] = set()
+        self._clients = Clients(ClientLimits(), self.metrics.refusals.inc)
+        self.clients = self._clients.connections
+        self.metrics.show("client_connections", "Connections of clients.", lambda: len(self.clients))
+        self.metrics.show("body_bytes", "Bytes of the request bodies that are here.", lambda: self.body_bytes)
         self._loop = asyncio.get_running_loop()
         self._lines: list[bytes] = []
         self._sweeper = self._loop.call_later(SWEEP_S, self._sweep)
@@ -76,18 +79,23 @@ class Gateway:
     def configure(self, config: GatewayConfig) -> None:
         """Go by this configuration from now on, but for who the workers are and how they are chosen."""
         self.config = config
-        self._limits = ClientLimits(
+        self._clients.limits = ClientLimits(
+            connections=config.max_connections,
             body_bytes=config.max_body_bytes,
+            held_bytes=config.max_held_bytes,
             request_s=config.client_request_timeout_s,
             idle_s=config.client_idle_timeout_s,
             stall_s=config.client_stall_timeout_s,
         )
-        for client in self.clients:
-            client.limits = self._limits
         self.entrance.configure(config)
         self.dispatcher.configure(config)
         for fleet in (self.prefill, self.decode):
             fleet.configure(config)
+
+    @property
+    def body_bytes(self) -> int:
+        """Bytes of the request bodies that are here."""
+        return self._clients.held_bytes
 
     @property
     def ready(self) -> bool:
@@ -105,7 +113,7 @@ class Gateway:
 
     def connect(self) -> ClientConnection:
         """A protocol for a new client connection."""
-        return ClientConnection(self.handle, self.entrance.check, self._limits, self.clients, self._loop)
+        return ClientConnection(self.handle, self.entrance.check, self._clients, self._loop)
 
     async def handle(self, request: Request, reply: Reply) -> None:
         """Answer one request."""

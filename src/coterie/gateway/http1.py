@@ -38,6 +38,7 @@ HOP_BY_HOP = frozenset(
 
 _NOT_FROM_WORKERS = HOP_BY_HOP | {b"x-request-id"}
 _PHRASES = {status.value: status.phrase.encode() for status in http.HTTPStatus}
+_ABSOLUTE = re.compile(rb"https?://[^/?#]+(.*)", re.IGNORECASE | re.DOTALL)
 _CHUNK_SIZE = re.compile(rb"([0-9a-fA-F]{1,15})[ \t]*(?:;.*)?\r\n", re.DOTALL)
 
 
@@ -69,6 +70,19 @@ class RefusedError(CoterieError):
         self.kind = kind
         self.code = code
         self.headers = headers
+
+    @property
+    def reason(self) -> str:
+        """The error in a word, as metrics count it."""
+        return self.code or str(self.status)
+
+
+def origin_form(target: bytes) -> bytes:
+    """A request's target without scheme and host, where it has them (RFC 9112, section 3.2.2)."""
+    absolute = _ABSOLUTE.fullmatch(target)
+    if absolute is None:
+        return target
+    return absolute[1] if absolute[1].startswith(b"/") else b"/" + absolute[1]
 
 
 def end_to_end(headers: Iterable[Header], drop: frozenset[bytes]) -> list[Header]:
@@ -164,6 +178,8 @@ def _read_head(head: bytes) -> ResponseHead:
         raise MalformedError(f"not an HTTP response: {error}") from None
     named = dict(collector.headers)
     status = parser.get_status_code()
+    if len(collector.headers) > len(named) and [name for name, _ in collector.headers].count(b"transfer-encoding") > 1:
+        raise MalformedError("transfer-encoding is there twice")
     coding = named.get(b"transfer-encoding", b"").strip().lower()
     if coding not in (b"", b"chunked"):
         raise MalformedError(f"transfer-encoding {coding!r} is not understood")
