@@ -67,7 +67,7 @@ async def test_the_prefill_worker_gets_one_token_and_the_decode_worker_the_clien
 
 @story
 async def test_a_stream_is_relayed_byte_for_byte() -> None:
-    async with cluster() as running:
+    async with cluster(continue_streams=False) as running:
         running.decode[0].token_delay_s = running.decode[1].token_delay_s = 0.005
         body = json.dumps({**ASK, "stream": True, "max_tokens": 20}).encode()
         relayed = await running.post(body)

@@ -45,7 +45,7 @@ async def test_the_connection_lives_on_after_an_error_event() -> None:
 @pytest.mark.parametrize("cut", [b"5", b"40\r\ndata: {", b"8\r\ndata: {}\r\n"])
 @story
 async def test_a_stream_cut_within_a_chunk_or_an_event_is_never_ended_as_if_whole(cut: bytes) -> None:
-    async with cluster() as running, running.client() as client:
+    async with cluster(continue_streams=False) as running, running.client() as client:
         running.decode[0].answer = die_after(2, cut=cut)
         client.post(json.dumps(STREAM).encode())
         with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
@@ -158,7 +158,7 @@ async def test_a_client_that_does_not_read_pauses_the_worker_and_the_gateway_hol
             written += size
         exchange.write(b"0\r\n\r\n")
 
-    async with cluster(decode=1) as running, running.client() as client:
+    async with cluster(decode=1, continue_streams=False) as running, running.client() as client:
         client.reader._limit = 1024  # the client's own buffer
         running.decode[0].answer = flood
         client.post(json.dumps(STREAM).encode())

@@ -104,7 +104,8 @@ class Transcript(Protocol):
     """What of a stream has come so far, kept so that another worker can go on with it.
 
     Attributes:
-        call: what its decode worker is asked: the client's request, and whatever is needed to follow the stream.
+        call: what its next decode worker is asked: the client's request, or the rest of it, and whatever is needed to
+            follow the stream.
         complete: whether no token of the output is missing; what closes the stream may be.
         closed: whether the stream's last event has come.
     """

@@ -8,8 +8,10 @@ import msgspec
 
 DATA = b"data: "
 DONE = b"data: [DONE]"
-IDS_KEY = b'"token_ids":'
-PROMPT_IDS_KEY = b'"prompt_token_ids":'
+IDS_KEY = b'"token_ids":['
+PROMPT_IDS_KEY = b'"prompt_token_ids":['
+"""How lists of tokens begin.  A quote within a JSON string is escaped, so these bytes are never part of a text."""
+
 
 _NO_RAW = msgspec.Raw(b"")
 _Id = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
@@ -29,7 +31,6 @@ class Choice(msgspec.Struct, gc=False):
     delta: Delta | None = None
     finish_reason: str | None = None
     token_ids: list[_Id] | None = None
-    prompt_token_ids: msgspec.Raw = _NO_RAW
 
     @property
     def shown(self) -> str:
@@ -48,23 +49,19 @@ class Event(msgspec.Struct, gc=False):
     """An event of a stream, without choices where it has token counts only."""
 
     choices: list[Choice] = []
-    prompt_token_ids: msgspec.Raw = _NO_RAW
     error: msgspec.Raw = _NO_RAW
 
 
 read_event = msgspec.json.Decoder(Event).decode
 
 
-def span(event: bytes, key: bytes) -> tuple[int, int]:
-    """Where the list is that a key names; empty if there is none.
-
-    A quote within a JSON string is escaped, so these bytes are never part of a text.
-    """
-    at = event.rfind(key + b"[")
-    return (0, 0) if at < 0 else (at + len(key), event.find(b"]", at) + 1)
+def listed(event: bytes, key: bytes) -> bytes | None:
+    """The list that a key begins, in JSON; None if there is none."""
+    at = event.rfind(key)
+    return None if at < 0 else event[at + len(key) - 1 : event.find(b"]", at) + 1]
 
 
 def hide(event: bytes, key: bytes) -> bytes:
-    """The event with null for a list of tokens, as vLLM has it for those who did not ask for any."""
-    start, end = span(event, key)
-    return b"%bnull%b" % (event[:start], event[end:]) if end else event
+    """The event with null for the list that a key begins, as vLLM has it for those who did not ask for tokens."""
+    at = event.rfind(key)
+    return event if at < 0 else event[: at + len(key) - 1] + b"null" + event[event.find(b"]", at) + 1 :]

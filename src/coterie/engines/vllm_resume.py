@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 
 from coterie.engines.base import Call, Fields
-from coterie.engines.vllm_events import DATA, DONE, IDS_KEY, PROMPT_IDS_KEY, Choice, Event, hide, read_event, span
+from coterie.engines.vllm_events import DATA, DONE, IDS_KEY, PROMPT_IDS_KEY, Choice, hide, listed, read_event
 from coterie.errors import EngineError, UnresumableError
 
 PARAMS = "kv_transfer_params"
@@ -66,6 +66,7 @@ _NEUTRAL = {
 }
 """Values of other fields that ask for nothing, as they are commonly written."""
 
+_OBJECT = DATA + b"{"
 _IDENTITY = ("id", "object", "created", "model")
 _TRUE, _NULL = msgspec.Raw(b"true"), msgspec.Raw(b"null")
 _GIVEN_UP = ("abort", "error")
@@ -92,6 +93,7 @@ _read_usage = msgspec.json.Decoder(_Usage).decode
 _read_stop = msgspec.json.Decoder(str | list[str] | None).decode
 _read_number = msgspec.json.Decoder(float | None).decode
 _read_int = msgspec.json.Decoder(int | None).decode
+_read_ids = msgspec.json.Decoder(list[int]).decode
 _read_messages = msgspec.json.Decoder(list[_Message]).decode
 _encode = msgspec.json.Encoder().encode
 
@@ -137,7 +139,7 @@ class _Marks:
         self._shown = array("Q", [0])  # the same, after each event that showed any
         self._tokens = array("I", [0])  # that had come by then
 
-    def add(self, tokens: int, text: str, *, sure: bool) -> None:
+    def add(self, tokens: int, text: str, sure: bool) -> None:
         """After so many tokens this text was shown; it is that of all of them if `sure`."""
         self._chars += len(text)
         if not sure:
@@ -169,11 +171,11 @@ class VllmTranscript:
 
     __slots__ = (
         "_again", "_asked_ids", "_chat", "_greedy", "_identity", "_ids", "_limit", "_marks", "_moved", "_problem",
-        "_prompt", "_resumed", "_role_sent", "_skip", "_usage_sent", "call", "closed", "finished",
+        "_prompt", "_resumed", "_role_sent", "_skip", "_usage_sent", "_whole", "call", "closed", "finished",
     )  # fmt: skip
 
     def __init__(self, call: Call, limit_tokens: int, *, chat: bool) -> None:
-        self.call = replace(call, fields={**call.fields, "return_token_ids": _TRUE})
+        self.call = self._whole = replace(call, fields={**call.fields, "return_token_ids": _TRUE})
         self.finished = False
         self.closed = False
         self._limit = limit_tokens
@@ -201,15 +203,15 @@ class VllmTranscript:
 
     def add(self, event: bytes) -> bytes:
         """Take in an event; see `Transcript.add`."""
-        if not event.startswith(DATA + b"{"):
+        if not event.startswith(_OBJECT):
             self.closed = self.closed or event == DONE
             return event
         try:
-            choice = self._read(event)
             if self._resumed:
-                return self._splice(event, choice)
+                return self._splice(event)
             if self._identity is None:
-                event = self._open(event)
+                return self._open(event)
+            choice = self._read(event)
         except _UNREADABLE as error:
             raise EngineError(f"its stream holds an event that cannot be read: {error}") from None
         if choice is not None and self._problem is None:
@@ -221,7 +223,7 @@ class VllmTranscript:
     def _read(self, event: bytes) -> Choice | None:
         """The event's choice; None if it has none, or is of a kind that nobody could go on with."""
         try:
-            read = read_event(event[len(DATA) :])
+            read = read_event(event[6:])  # behind `DATA`
         except msgspec.ValidationError:
             if self._resumed:
                 raise
@@ -229,8 +231,6 @@ class VllmTranscript:
             return None
         if self._problem is None and read.error:
             raise EngineError(f"its stream ends with an error: {bytes(read.error)[:200]!r}")
-        if self._resumed:
-            self._check_prompt(read)
         if not read.choices:
             self._usage_sent = True
             return None
@@ -239,29 +239,35 @@ class VllmTranscript:
         return read.choices[0]
 
     def _open(self, event: bytes) -> bytes:
-        """The first event says whose reply it is, and which tokens the prompt has."""
-        fields = _read_object(event[len(DATA) :])
+        """The first event says whose reply it is, and which tokens the prompt has: so many that they are not parsed."""
+        prompt, short = listed(event, PROMPT_IDS_KEY), hide(event, PROMPT_IDS_KEY)
+        choice = self._read(short)
+        fields = _read_object(short[len(DATA) :])
         self._identity = {name: fields[name].copy() for name in _IDENTITY if name in fields}
-        start, end = span(event, PROMPT_IDS_KEY)
-        self._prompt = event[start:end]
-        if not end:
+        if prompt is None:
             self._give_up("its worker does not name tokens")
-        elif self._prompt.count(b",") >= self._limit:
+        elif prompt.count(b",") >= self._limit:
             self._give_up(f"its prompt has over {self._limit} tokens")
-        return event if self._asked_ids else hide(event, PROMPT_IDS_KEY)
+        else:
+            self._prompt = prompt
+        if choice is not None and self._problem is None:
+            self._note(choice)
+        return event if self._asked_ids else hide(short, IDS_KEY)
 
     def _note(self, choice: Choice) -> None:
-        if choice.token_ids:
-            self._ids.extend(choice.token_ids)
-        if text := choice.shown:
-            # Behind a text that several tokens made, the beginning of a character may be waiting for its end.
-            self._marks.add(len(self._ids), text, sure=choice.token_ids is not None and len(choice.token_ids) == 1)
-        if choice.delta is not None and choice.delta.role is not None:
+        ids, new, delta = self._ids, choice.token_ids, choice.delta
+        if new:
+            ids.extend(new)
+            if len(ids) > self._limit:
+                self._give_up(f"its output has over {self._limit} tokens")
+                return
+        if delta is not None and delta.role is not None:
             self._role_sent = True
+        if text := choice.text if delta is None else delta.content:
+            # Behind a text that several tokens made, the beginning of a character may be waiting for its end.
+            self._marks.add(len(ids), text, new is not None and len(new) == 1)
         if choice.finish_reason is not None:
             self.finished = True
-        if len(self._ids) > self._limit:
-            self._give_up(f"its output has over {self._limit} tokens")
 
     def _give_up(self, problem: str) -> None:
         self._problem = problem
@@ -276,8 +282,10 @@ class VllmTranscript:
             raise UnresumableError(self._problem)
         if self._identity is None:
             return self.call
-        if self._chat and not _only_text(self.call.prompt):
+        if self._chat and not _only_text(self._whole.prompt):
             raise UnresumableError("its messages hold more than text")
+        if not _are_ids(self._prompt):
+            raise UnresumableError("its worker named what are no tokens")
         self._ids += self._again
         mark, skip = self._marks.last()
         again = self._ids[mark:] if self._asked_ids or skip is not None else array("I")
@@ -285,18 +293,19 @@ class VllmTranscript:
             raise UnresumableError("it is sampled, and what was sent of it does not end with a token")
         self._resumed, self._moved, self._skip = True, mark, skip
         self._ids, self._again = self._ids[:mark], again
-        return self._rest(mark)
+        self.call = self._rest(mark)
+        return self.call
 
     def _left(self, sent: int) -> int | None:
         """Tokens that the output may have after the first `sent`; None without a limit."""
-        limit = self.call.output_tokens
-        if limit is None and not self._chat and "max_tokens" not in self.call.fields:
+        limit = self._whole.output_tokens
+        if limit is None and not self._chat and "max_tokens" not in self._whole.fields:
             limit = COMPLETION_TOKENS
         return None if limit is None else limit - sent
 
     def _rest(self, mark: int) -> Call:
         """The call for what comes after the mark."""
-        fields = self.call.fields.copy()
+        fields = self._whole.fields.copy()
         ids = self._prompt[:-1] + b"," + _encode(self._ids[:mark].tolist())[1:] if mark else self._prompt
         if self._chat:
             fields[PARAMS] = msgspec.Raw(_encode({PROMPT_IDS: msgspec.Raw(ids)}))
@@ -307,7 +316,7 @@ class VllmTranscript:
             value = _read_int(fields.get(name, _NULL))
             if value is not None:
                 fields[name] = msgspec.Raw(b"%d" % max(value - mark, 0))
-        return replace(self.call, fields=fields, output_tokens=self._left(mark))
+        return replace(self._whole, fields=fields, output_tokens=self._left(mark))
 
     def closing(self) -> list[bytes]:
         """What is missing behind the last token; see `Transcript.closing`."""
@@ -321,7 +330,7 @@ class VllmTranscript:
         return events if self.closed else [*events, DONE]
 
     def _include_usage(self) -> bool:
-        options = msgspec.json.decode(self.call.fields.get("stream_options", _NULL))
+        options = msgspec.json.decode(self._whole.fields.get("stream_options", _NULL))
         return isinstance(options, dict) and bool(options.get("include_usage"))
 
     def _event(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
@@ -329,21 +338,18 @@ class VllmTranscript:
 
     # --- what comes of the worker that goes on ---
 
-    def _check_prompt(self, read: Event) -> None:
-        """A server that went on from something else, such as the messages alone, would begin anew."""
-        for found in (read.prompt_token_ids, *(choice.prompt_token_ids for choice in read.choices)):
-            raw = bytes(found)
-            if raw not in (b"", b"null") and raw.count(b",") != self._prompt.count(b",") + self._moved:
-                raise EngineError("it did not go on from the tokens that it was given")
-
-    def _splice(self, event: bytes, choice: Choice | None) -> bytes:
+    def _splice(self, event: bytes) -> bytes:
         """The event as the first worker would have sent it; nothing where the client has it already."""
+        prompt = listed(event, PROMPT_IDS_KEY)
+        if prompt is not None and prompt.count(b",") != self._prompt.count(b",") + self._moved:
+            # A server that went on from something else, such as the messages alone, would begin anew.
+            raise EngineError("it did not go on from the tokens that it was given")
+        event = hide(event, PROMPT_IDS_KEY)
+        choice = self._read(event)
         if choice is not None and not self._advance(choice):
             return b""
         assert self._identity is not None
         fields = {**_read_object(event[len(DATA) :]), **self._identity}
-        if PROMPT_IDS in fields:
-            fields[PROMPT_IDS] = _NULL
         if not _is(fields, "usage", b"null"):
             fields["usage"] = self._usage_of_all(fields["usage"])
         if choice is not None:
@@ -380,8 +386,6 @@ class VllmTranscript:
 
     def _edited(self, choices: msgspec.Raw, choice: Choice) -> Fields:
         fields = _read_objects(choices)[0]
-        if PROMPT_IDS in fields:
-            fields[PROMPT_IDS] = _NULL
         if "token_ids" in fields:
             fields["token_ids"] = msgspec.Raw(_encode(choice.token_ids)) if self._asked_ids else _NULL
         if choice.text is not None:
@@ -433,6 +437,14 @@ def _only_text(messages: bytes) -> bool:
         return False
     parts = (part for message in read if isinstance(message.content, list) for part in message.content)
     return all(part.type == "text" for part in parts)
+
+
+def _are_ids(raw: bytes) -> bool:
+    try:
+        _read_ids(raw)
+    except _UNREADABLE:
+        return False
+    return True
 
 
 def _last_choice(*, chat: bool) -> dict[str, Any]:

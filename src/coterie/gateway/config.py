@@ -89,6 +89,12 @@ class GatewayConfig:
         25.0, "Age of a finished prefill at which it is done again, not decoded; less than workers keep its KV (30 s)."
     )
     retries: int = _option(2, "How often a request that a worker failed is sent to another.")
+    continue_streams: bool = _option(True, "Have streams go on at another worker where their decode worker is lost.")
+    continue_sampled: bool = _option(True, "The same for streams with a temperature; if not, they end with an error.")
+    continuations: int = _option(3, "How often one stream goes on at another worker.")
+    continue_max_tokens: int = _option(
+        131_072, "Tokens of a prompt, and of an output, up to which a stream can go on at another worker."
+    )
     breaker_failures: int = _option(
         3, "Failures in a row after which a worker is sent nothing for a while; a refused connection does so at once."
     )
@@ -124,7 +130,15 @@ class GatewayConfig:
             raise ConfigError(f"breaker_failures: must be at least 1, got {self.breaker_failures}")
         if self.breaker_most_open_s < self.breaker_open_s:
             raise ConfigError(f"breaker_most_open_s: {self.breaker_most_open_s:g} is less than breaker_open_s")
-        for name in ("keep_decisions", "keep_sessions", "max_in_flight", "max_queue", "retries", "seed"):
+        for name in (
+            "keep_decisions",
+            "keep_sessions",
+            "max_in_flight",
+            "max_queue",
+            "retries",
+            "continuations",
+            "seed",
+        ):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name}: must not be negative, got {getattr(self, name)}")
 

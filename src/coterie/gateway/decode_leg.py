@@ -8,7 +8,7 @@ from collections.abc import Set
 from coterie.core import ExpertCounts, RouteRequest
 from coterie.engines.base import Body, Call, Engine, Handoff
 from coterie.errors import WireError
-from coterie.gateway.answers import identity
+from coterie.gateway.continuation import relay_for
 from coterie.gateway.faults import Faults
 from coterie.gateway.journey import DecisionLog, Journey
 from coterie.gateway.metrics import Metrics
@@ -55,9 +55,9 @@ class DecodeLeg:
         journey.decision, journey.routed = decision, routed
         self._metrics.decided("decode", decision)
         self._decisions.add(journey, routed, decision)
-        body = self._engine.decode_body(call, handoff)
+        body = self._engine.decode_body(journey.followed.transcript.call if journey.followed else call, handoff)
         pace = Pace(self._fleet.clock) if self._fleet.ledger.followed else None
-        relay = journey.relay = Relay(journey.reply, identity(journey.id), self._loop, pace)
+        relay = journey.relay = relay_for(journey, self._loop, pace)
         journey.window = "decode"
         journey.decode_start_s = self._loop.time()
         with self._fleet.ledger.lease(worker.name, routed) as lease:
@@ -75,6 +75,10 @@ class DecodeLeg:
         self._faults.answered(worker, relay.head.status)
         if relay.refusal is not None:
             raise LegFailed("decode", worker.name, "status", answer=relay.refusal)
+        if relay.cut_short:
+            short = UpstreamError(f"{worker.pool.title} ended its stream before the output was complete", "closed")
+            self._faults.lost(worker, short)
+            raise LegFailed("decode", worker.name, "closed", error=short)
 
     def _with_counts(self, journey: Journey, asked: RouteRequest, handoff: Handoff | None) -> RouteRequest:
         counts, problem = self._read_counts(journey, handoff)

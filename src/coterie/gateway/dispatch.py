@@ -11,6 +11,7 @@ from coterie.engines.base import Call, Engine
 from coterie.errors import RequestError
 from coterie.gateway.answers import pass_through
 from coterie.gateway.config import GatewayConfig
+from coterie.gateway.continuation import Continuations
 from coterie.gateway.decode_leg import DecodeLeg
 from coterie.gateway.faults import Faults
 from coterie.gateway.handoffs import Handoffs
@@ -45,6 +46,7 @@ class Dispatcher:
         self._engine = engine
         self._fleets: dict[Role, Fleet] = {"prefill": prefill, "decode": decode}
         self._metrics = metrics
+        self._continuations = Continuations(engine, metrics)
         self._budget = Budget()
         self.configure(config)
 
@@ -54,6 +56,7 @@ class Dispatcher:
         self._prefill_leg.patience = Patience(config.prefill_timeout_s, config.idle_timeout_s)
         self._decode_leg.patience = Patience(config.first_byte_timeout_s, config.idle_timeout_s)
         self.handoffs.configure(config)
+        self._continuations.configure(config)
 
     def expire(self, now_s: float) -> None:
         """End the requests that take longer than `--request-timeout-s`."""
@@ -100,7 +103,8 @@ class Dispatcher:
 
     async def _serve(self, journey: Journey, call: Call, asked: RouteRequest) -> None:
         """Leg by leg: a leg that fails says from which the request goes on, until one has answered the client."""
-        leg: Role | None = "prefill" if journey.not_split is None else "decode"
+        self._continuations.follow(journey, call)
+        leg: Role | None = self._first_leg(journey)
         while leg is not None:
             avoid = journey.tries.avoid[leg]
             try:
@@ -112,7 +116,12 @@ class Dispatcher:
                     await self._decode_leg.run(journey, call, asked, avoid)
                     leg = None
             except LegFailed as failure:
-                leg = self._after(journey, failure)
+                if not journey.reply.status:
+                    leg = self._after(journey, failure)
+                elif (rest := self._go_on(journey, failure)) is not None:
+                    call, asked, leg = rest, self._describe(journey, rest), self._first_leg(journey)
+                else:
+                    leg = None
 
     def _after(self, journey: Journey, failure: LegFailed) -> Role | None:
         """The leg from which the request goes on elsewhere; None if the worker's own answer was passed on.
@@ -132,6 +141,28 @@ class Dispatcher:
         if leg == "prefill":
             self.handoffs.give_up(journey)
         return leg
+
+    def _go_on(self, journey: Journey, failure: LegFailed) -> Call | None:
+        """What is left of a stream of which the client has a part; None if it has all by now.
+
+        Raises:
+            EngineError: it does not go on.
+        """
+        journey.tries.note(failure)
+        relay = journey.relay
+        self.handoffs.end(journey, left=False)
+        journey.relay = relay  # the client's side of the stream outlives the worker's
+        return self._continuations.go_on(journey, failure, lambda: self._hindrance(journey, failure.role))
+
+    def _hindrance(self, journey: Journey, role: Role) -> str | None:
+        """Why no other worker may be asked; None if one may, which counts as a retry."""
+        avoid = journey.tries.avoid[role]
+        if all(worker.name in avoid for worker in self._fleets[role].available()):
+            return f"no other {role} worker is available"
+        return None if self._budget.spend(len(self.running)) else "too many requests are being sent elsewhere"
+
+    def _first_leg(self, journey: Journey) -> Role:
+        return "prefill" if journey.not_split is None else "decode"
 
     def _may_retry(self, journey: Journey, failure: LegFailed) -> bool:
         available = [worker.name for worker in self._fleets[failure.role].available()]

@@ -257,6 +257,7 @@ def _line(journey: Journey, now_s: float) -> bytes:
             "reason": decision.reason if decision else "",
             "detail": decision.detail if decision else "",
             "retries": [f"{failed.worker or failed.role}: {failed.reason}" for failed in journey.tries.failed],
+            "continuations": journey.followed.times if journey.followed else 0,
             "prompt_tokens": routed.prompt_tokens if routed else 0,
             "ttft_s": None if first_byte_s is None else round(first_byte_s - arrived_s, 4),
             "total_s": round(now_s - arrived_s, 4),

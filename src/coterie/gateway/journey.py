@@ -17,6 +17,7 @@ from coterie.gateway.retry import Tries
 from coterie.gateway.stream import Relay
 
 if TYPE_CHECKING:
+    from coterie.gateway.continuation import Followed
     from coterie.gateway.handoffs import Held
 
 REQUEST_ID = b"x-request-id"
@@ -59,6 +60,8 @@ class Journey:
         held: KV that no decode worker has taken yet.
         late: whether its time is over.
         tries: the workers that failed it.
+        followed: its stream, where another worker could go on with it.
+        unresumable: why none could; None where one could, or nobody asked.
         outcome: one word: "ok", "error", "left" (the client), "cut" (the reply).
     """
 
@@ -77,6 +80,8 @@ class Journey:
     held: Held | None = None
     late: bool = False
     tries: Tries = field(default_factory=Tries)
+    followed: Followed | None = None
+    unresumable: str | None = None
     outcome: str = "ok"
 
     @property

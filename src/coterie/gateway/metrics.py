@@ -119,6 +119,7 @@ class Metrics:
         errors: transport errors by worker and kind.
         retries: requests that were sent to another worker, by the leg that failed and why.
         retries_refused: requests that were not, since too many were, by the leg that failed.
+        continuations: streams that a worker failed after the client had a part of them, by outcome.
         breakers: openings of breakers, by worker.
         released: handoffs released without decoding, by outcome.
         refusals: requests that were not taken, by reason.
@@ -143,6 +144,7 @@ class Metrics:
         self.reading_failures = self._counter("reading_failures", "Readings of metrics that failed.", "worker")
         self.errors = self._counter("transport_errors", "Workers that could not be talked to.", "worker", "kind")
         self.retries = self._counter("retries", "Requests sent to another worker.", "role", "reason")
+        self.continuations = self._counter("continuations", "Streams that a worker failed midway.", "outcome")
         self.retries_refused = self._counter("retries_refused", "Retries that the budget did not allow.", "role")
         self.breakers = self._counter("breaker_openings", "Times a worker's breaker opened.", "worker")
         self.released = self._counter("handoffs_released", "Handoffs released without decoding.", "outcome")

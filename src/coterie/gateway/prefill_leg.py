@@ -63,11 +63,13 @@ class PrefillLeg:
             await self._relay(worker, journey, call, asked)
             return False
         reply = await self._compute(worker, journey, call, asked)
+        if reply.status != 200 and journey.reply.status:
+            raise LegFailed("prefill", worker.name, "status", answer=reply)
         if reply.status != 200:
             pass_through(journey.reply, reply, journey.id)
             return False
         prefilled = await self._read(worker, journey, call, reply)
-        if prefilled.ended and not reply.is_large:
+        if prefilled.ended and not reply.is_large and not journey.reply.status:
             self._answer(journey, call, reply)
             return False
         if prefilled.handoff is None:

@@ -15,8 +15,8 @@ from coterie.gateway.upstream import Collected, Upstream
 MAX_REFUSAL_BYTES = 1 << 20
 """Of a reply that is kept back."""
 
-_CHUNKED: tuple[Header, ...] = ((b"transfer-encoding", b"chunked"),)
-_EVENT_END = b"\n\n"
+CHUNKED: tuple[Header, ...] = ((b"transfer-encoding", b"chunked"),)
+EVENT_END = b"\n\n"
 
 
 class Pace:
@@ -40,8 +40,8 @@ class Pace:
         """The next bytes of the body."""
         if self._since_s is None:
             self._since_s = self._clock.now()
-        self._ends += (self._last + data).count(_EVENT_END)
-        self._last = b"" if data.endswith(_EVENT_END) else data[-1:]
+        self._ends += (self._last + data).count(EVENT_END)
+        self._last = b"" if data.endswith(EVENT_END) else data[-1:]
 
     def served(self) -> Served | None:
         """What was given, at the end of the reply; None if there were no events."""
@@ -107,6 +107,11 @@ class Relay:
         self._payload: list[bytes] | None = None
         self._tail = b""
 
+    @property
+    def cut_short(self) -> bool:
+        """Whether the reply is known to lack its end, though its framing is complete."""
+        return False
+
     def on_head(self, head: ResponseHead, connection: Upstream) -> None:
         """See `Consumer.on_head`."""
         self.head = head
@@ -170,7 +175,7 @@ class Relay:
         assert self.head is not None
         self.first_byte_s = self._loop.time()
         head, unchunked = self.head, self._payload is not None
-        chunked = _CHUNKED if head.chunked and not unchunked else ()
+        chunked = CHUNKED if head.chunked and not unchunked else ()
         framed = not unchunked and (head.chunked or head.length is not None)
         self._reply.start(head.status, (*chunked, *self._headers), first, framed=framed, lines=head.lines)
 
@@ -184,5 +189,5 @@ class Relay:
 
     def _between_events(self) -> bool:
         whole = self._framing is not None and self._framing.between_chunks
-        end = _EVENT_END if self._payload is not None else _EVENT_END + b"\r\n"
+        end = EVENT_END if self._payload is not None else EVENT_END + b"\r\n"
         return self._is_stream() and whole and self._tail.endswith(end)
