@@ -117,6 +117,14 @@ def test_an_expert_chosen_more_often_than_there_are_tokens_is_refused():
         ExpertCounts(GEOMETRY, np.array([[4, 0, 0, 0], [2, 2, 0, 0]], np.uint8), 2, 2)
 
 
+def test_counts_that_were_decoded_already_are_read_alike_and_must_have_the_size_announced():
+    fields = encode_counts(counts_of(tokens=5))
+    payload = base64.b64decode(fields["counts"])
+    np.testing.assert_array_equal(decode_counts({**fields, "counts": payload}).counts, decode_counts(fields).counts)
+    with pytest.raises(WireError, match="announced"):
+        decode_counts({**fields, "counts": payload + b"x"})
+
+
 @given(st.binary(max_size=200))
 @settings(max_examples=100, deadline=None)
 def test_random_bytes_never_become_counts_or_crash(noise):

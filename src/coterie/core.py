@@ -86,7 +86,11 @@ def check_conservation(counts: Counts, covered: int, top_k: int) -> None:
     Raises:
         InputError: naming the first layer that does not.
     """
-    sums = counts.sum(axis=-1, dtype=np.uint64)
+    if counts.dtype.itemsize <= 2 and counts.shape[-1] <= 256:
+        # below 2^24 all whole numbers are float32 as well, and this takes a third of the time
+        sums = counts.astype(np.float32) @ np.ones(counts.shape[-1], np.float32)
+    else:
+        sums = counts.sum(axis=-1, dtype=np.uint64)
     wrong = np.flatnonzero(sums != covered * top_k)
     if wrong.size:
         layer = int(wrong[0])

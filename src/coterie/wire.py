@@ -84,6 +84,9 @@ def encode_counts(counts: ExpertCounts) -> dict[str, Any]:
 def decode_counts(envelope: object) -> ExpertCounts:
     """Read an envelope.
 
+    Args:
+        envelope: a JSON object; its counts may be decoded to bytes already.
+
     Raises:
         WireError: a field is missing, unknown, of the wrong type or out of range; the payload has another
             size than the header says; or the counts break token conservation.
@@ -124,15 +127,20 @@ def _check_fields(envelope: object) -> Mapping[str, Any]:
 
 
 def _decode_base64(text: object, size: int, most: int, what: str) -> bytes:
+    if isinstance(text, bytes):
+        return _of_size(text, size, what)
     if not isinstance(text, str):
         raise WireError(f"{what}: the payload must be a base64 string, got {_brief(text)}")
     if size > most:
         raise WireError(f"{what}: {size} bytes announced, more than the {most} allowed")
     if len(text) != 4 * math.ceil(size / 3):
         raise WireError(f"{what}: {len(text)} base64 characters do not hold the {size} bytes announced")
-    payload = _strict_base64(text, what)
+    return _of_size(_strict_base64(text, what), size, what)
+
+
+def _of_size(payload: bytes, size: int, what: str) -> bytes:
     if len(payload) != size:
-        raise WireError(f"{what}: {len(payload)} bytes instead of the {size} announced")
+        raise WireError(f"{what}: {len(payload)} bytes instead of the {size} bytes announced")
     return payload
 
 

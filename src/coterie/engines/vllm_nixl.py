@@ -140,6 +140,18 @@ class _Models(msgspec.Struct):
     data: list[_Model]
 
 
+class _Envelope(msgspec.Struct, forbid_unknown_fields=True):
+    v: int
+    dtype: str
+    layers: int
+    experts: int
+    top_k: int
+    tokens: int
+    covered: int
+    counts: bytes
+
+
+_envelope = msgspec.json.Decoder(_Envelope)
 _prefill_reply = msgspec.json.Decoder(_PrefillReply)
 _models = msgspec.json.Decoder(_Models)
 _server_info = msgspec.json.Decoder(_ServerInfo)
@@ -257,11 +269,7 @@ class VllmNixl:
         size = len(memoryview(handoff.envelope))
         if size > wire.MAX_ENVELOPE_BYTES:
             raise WireError(f"counts envelope: {size} bytes, more than the {wire.MAX_ENVELOPE_BYTES} allowed")
-        try:
-            envelope = msgspec.json.decode(handoff.envelope)
-        except _UNREADABLE as error:
-            raise WireError(f"counts envelope: it cannot be read: {error}") from None
-        return wire.decode_counts(envelope)
+        return wire.decode_counts(_read_envelope(handoff.envelope))
 
     def decode_body(self, call: Call, handoff: Handoff | None) -> Body:
         """The client's own fields, and the opaque transfer parameters."""
@@ -327,6 +335,18 @@ def _with_prompt(call: Call, params: Fields) -> Fields:
     """Transfer parameters, with the tokens that stand for a chat's messages where a call goes on with a stream."""
     own = call.fields.get(_PARAMS)
     return params if own is None else {**params, **_object.decode(own)}
+
+
+def _read_envelope(envelope: msgspec.Raw) -> object:
+    """The envelope, its counts decoded where it is as it should be: the JSON parser does that in half the time."""
+    try:
+        return msgspec.structs.asdict(_envelope.decode(envelope))
+    except _UNREADABLE:
+        pass
+    try:
+        return msgspec.json.decode(envelope)
+    except _UNREADABLE as error:
+        raise WireError(f"counts envelope: it cannot be read: {error}") from None
 
 
 def _with_handoff(call: Call, fields: Fields, handoff: Handoff) -> Body:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -64,6 +65,16 @@ def run(config: GatewayConfig, engine: Engine, *, on_ready: Callable[[Serving], 
     uvloop.run(until_told(serving(config, engine), on_ready))
 
 
+def _settle() -> None:
+    """Spare the garbage collector what lives as long as the process, and most of its runs over what soon dies anyway.
+
+    Requests leave no cycles behind but where they failed.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 50)
+
+
 async def until_told(
     serving: contextlib.AbstractAsyncContextManager[Serving], on_ready: Callable[[Serving], None]
 ) -> None:
@@ -77,6 +88,7 @@ async def until_told(
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, stop.set)
             on_ready(served)
+            _settle()
             await stop.wait()
             _log.info("stopping: running requests have %g s to end", served.gateway.config.shutdown_grace_s)
     except asyncio.CancelledError:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from coterie.core import Decision, ModelGeometry, RouteRequest, Served, WorkerState
+from coterie.core import Decision, ExpertCounts, ModelGeometry, RouteRequest, Served, WorkerState
 from coterie.routing.ledger import Lease
 from coterie.routing.load import load_only
 from coterie.routing.locality import groups_of
@@ -113,6 +113,7 @@ class _Pool:
         self.times = StepModel(geometry.layers * geometry.top_k)
         self._meters = {group: Meter() for group in groups}
         self._held: dict[Lease, _Held] = {}
+        self._last: tuple[ExpertCounts, Usage] | None = None  # a lease follows the choice, of the same counts
 
     def usage(self, request: RouteRequest) -> Usage:
         counted = self._counted(request)
@@ -140,7 +141,9 @@ class _Pool:
         counts = request.counts
         if counts is None or not counts.covered or counts.geometry != self.batches.geometry:
             return None
-        return usage_of(counts)
+        if self._last is None or self._last[0] is not counts:
+            self._last = (counts, usage_of(counts))
+        return self._last[1]
 
     def _advance(self, group: str, now_s: float) -> Seen:
         (place,) = self.batches.places([group])

@@ -97,7 +97,9 @@ class LiveBatches:
         self.requests = np.zeros(len(groups), dtype=np.int64)
         self._logarithms = np.zeros((len(groups), pairs), dtype=np.int64)
         self._before = [MeanUsage(pairs, _REMEMBERED_HERE) for _ in groups]
+        self._log_not_before = np.zeros((len(groups), pairs), dtype=np.float32)
         self._alike = np.ones((len(groups), pairs), dtype=np.float32)
+        self._changed = set(range(len(groups)))  # whose row of `_alike` is to be made anew, once somebody asks
         self._load = 0.0
 
     def join(self, group: str, usage: Usage, row: Row) -> None:
@@ -110,6 +112,7 @@ class LiveBatches:
         """
         g = self._position[group]
         self._before[g].add(usage)
+        np.log1p(-self._before[g].value, out=self._log_not_before[g])
         self._change(g, row, +1)
 
     def leave(self, group: str, row: Row) -> None:
@@ -129,8 +132,9 @@ class LiveBatches:
         """
         if abs(load - self._load) > _STALE * self._load:
             self._load = load
-            for g in range(len(self._alike)):
-                self._compose(g)
+            self._changed.update(range(len(self._alike)))
+        while self._changed:
+            self._compose(self._changed.pop())
         # einsum and not @: equal batches must give equal figures wherever they stand, and BLAS rounds by position
         added: npt.NDArray[np.float64] = np.einsum("ge,e->g", self._alike, usage).astype(np.float64)
         return added
@@ -141,12 +145,12 @@ class LiveBatches:
         self.requests[g] += sign
         idle = _exp((sums * _UNIT).astype(np.float32))
         self.active[g] = len(sums) - float(idle.sum(dtype=np.float64))
-        self._compose(g)
+        self._changed.add(g)
 
     def _compose(self, g: int) -> None:
         alike = self._alike[g]
         np.multiply(self._logarithms[g], _UNIT, out=alike, casting="unsafe")
-        alike += np.float32(_LIKE_BEFORE) * np.log1p(-self._before[g].value)
+        alike += np.float32(_LIKE_BEFORE) * self._log_not_before[g]
         alike *= np.float32(self._load / (self.requests[g] + _LIKE_BEFORE))
         _exp(alike)
 
