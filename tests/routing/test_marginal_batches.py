@@ -100,3 +100,35 @@ def test_mean_usage_is_the_mean_of_all_that_were_counted_and_then_of_the_last():
     assert np.allclose(mean.value, [0.5, 0, 1, 0.5])
     mean.add(usage(0.5, 1, 1, 0.5))
     assert np.allclose(mean.value, [0.5, 0.5, 1, 0.5])
+
+
+class Heard:
+    """Others who have requests of their own, and what they were told."""
+
+    def __init__(self):
+        self.news, self.told = [], []
+
+    def show(self, group, row, sign):
+        self.told.append((group, row.tolist(), sign))
+
+    def changed(self):
+        news, self.news = self.news, []
+        return news
+
+
+def test_batches_are_the_same_whoever_holds_a_request_once_it_is_taken_in():
+    others = Heard()
+    mine, alone = LiveBatches(["a", "b"], GEOMETRY, others), LiveBatches(["a", "b"], GEOMETRY)
+    row, more = join(mine, "b", 0.5, 0, 0.5, 0), row_of(usage(0.25, 0.5, 0, 0))
+    join(alone, "b", 0.5, 0, 0.5, 0)
+    others.news = [(1, 2, 2 * more.astype(np.int64))]
+    assert mine.active.tolist() == alone.active.tolist()
+    mine.take_in()
+    for _ in range(2):
+        alone._change(1, more, +1)
+    assert mine.active.tolist() == alone.active.tolist()
+    assert mine.requests.tolist() == [0, 3]
+    mine.take_in()
+    mine.leave("b", row)
+    assert mine.requests.tolist() == [0, 2]
+    assert others.told == [(1, row.tolist(), 1), (1, row.tolist(), -1)]

@@ -16,7 +16,7 @@ from coterie.routing.filters import STALE_AFTER, Filter, KvHeadroom, no_queue
 from coterie.routing.ledger import Lease, LeaseTotals, Ledger, Load, Others, Watcher
 from coterie.routing.load import LeastLoad, PowerOfTwo, Random, RoundRobin
 from coterie.routing.locality import Locality, groups_of
-from coterie.routing.marginal import Marginal
+from coterie.routing.marginal import Marginal, Share, Sharing
 from coterie.routing.policy import Policy, Reads, Shown, random_stream, route
 from coterie.routing.prefix import PREFIX_BYTES, Prefix
 from coterie.routing.refit import DEFAULT_WINDOW_S, LocalityRefit
@@ -50,6 +50,8 @@ __all__ = [
     "Random",
     "Reads",
     "RoundRobin",
+    "Share",
+    "Sharing",
     "Shown",
     "Watcher",
     "groups_of",

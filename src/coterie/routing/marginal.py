@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -11,12 +12,24 @@ from coterie.core import Decision, ExpertCounts, ModelGeometry, RouteRequest, Se
 from coterie.routing.ledger import Lease
 from coterie.routing.load import load_only
 from coterie.routing.locality import groups_of
-from coterie.routing.marginal_batches import LiveBatches, MeanUsage, Row, Usage, row_of, usage_of
+from coterie.routing.marginal_batches import LiveBatches, MeanUsage, OtherBatches, Row, Usage, row_of, usage_of
 from coterie.routing.policy import Reads
 from coterie.routing.step_model import Meter, Seen, StepModel
 
+Share = Callable[[Sequence[str], ModelGeometry], OtherBatches]
+"""How to know of the requests of other gateways, by the names of the groups and the geometry of the model."""
+
 _NOW = 0.75
 _BOUND = 1.25
+
+
+@runtime_checkable
+class Sharing(Protocol):
+    """A policy that keeps what requests in flight use, and can know of those of other gateways."""
+
+    def share(self, share: Share) -> None:
+        """Let the requests of other gateways count; called before the first lease."""
+        ...
 
 
 class Marginal:
@@ -44,7 +57,8 @@ class Marginal:
 
     Groups of several ranks share a batch's experts, and load chooses among the ranks.
 
-    It follows the ledger (`Watcher`).
+    It follows the ledger (`Watcher`).  Requests of other gateways count, too, if `share` says how to know of them: what
+    they use as of the last tick of its `Background`, since that changes slowly.
 
     Args:
         targets: all workers that may ever be chosen from, in the gateway's order.
@@ -58,6 +72,12 @@ class Marginal:
         self._ranks = len(targets) / len(self._groups)
         self._group_of = {target.name: target.group for target in targets}
         self._pool: _Pool | None = None  # until the first counts tell the geometry
+        self._share: Share | None = None
+
+    def share(self, share: Share) -> None:
+        """See `Sharing.share`."""
+        assert self._pool is None, "some requests are already in flight"
+        self._share = share
 
     def choose(self, request: RouteRequest, workers: Sequence[WorkerState], rng: np.random.Generator) -> Decision:
         """Choose the worker of least marginal cost."""
@@ -87,7 +107,8 @@ class Marginal:
         """See `Watcher.leased`."""
         counts = lease.request.counts
         if self._pool is None and counts is not None and counts.covered:
-            self._pool = _Pool(self._groups, counts.geometry)
+            others = self._share and self._share(self._groups, counts.geometry)
+            self._pool = _Pool(self._groups, counts.geometry, others)
         if self._pool is not None:
             self._pool.begin(lease, self._group_of[lease.worker], now_s)
 
@@ -95,6 +116,14 @@ class Marginal:
         """See `Watcher.released`."""
         if self._pool is not None:
             self._pool.end(lease, served, now_s)
+
+    def due(self, workers: Sequence[WorkerState], now_s: float) -> None:
+        """See `Background.due`: the requests of other gateways are taken in; there is no job."""
+        if self._pool is not None:
+            self._pool.batches.take_in()
+
+    def install(self, outcome: Any, now_s: float) -> None:
+        """See `Background.install`: never called."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -107,8 +136,8 @@ class _Held:
 class _Pool:
     """What is known of the requests in flight and of those before."""
 
-    def __init__(self, groups: Sequence[str], geometry: ModelGeometry) -> None:
-        self.batches = LiveBatches(groups, geometry)
+    def __init__(self, groups: Sequence[str], geometry: ModelGeometry, others: OtherBatches | None) -> None:
+        self.batches = LiveBatches(groups, geometry, others)
         self.mean = MeanUsage(geometry.layers * geometry.experts)
         self.times = StepModel(geometry.layers * geometry.top_k)
         self._meters = {group: Meter() for group in groups}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +25,22 @@ Usage = npt.NDArray[np.float32]
 
 Row = npt.NDArray[np.int32]
 """Logarithms of a request's idle probabilities, `[L * E]`, in multiples of 2^-20."""
+
+
+Sums = npt.NDArray[np.int64]
+"""Sum of the rows of a group's requests, `[L * E]`."""
+
+
+class OtherBatches(Protocol):
+    """What the requests of other gateways bring to the same groups; groups are meant by their positions."""
+
+    def show(self, group: int, row: Row, sign: int) -> None:
+        """A request of this gateway joined (+1) or left (-1)."""
+        ...
+
+    def changed(self) -> Iterable[tuple[int, int, Sums]]:
+        """Groups where the others' requests or sums are not those of the last call: by how much either has grown."""
+        ...
 
 
 class MeanUsage:
@@ -82,6 +99,7 @@ class LiveBatches:
     Args:
         groups: names of the groups.
         geometry: of the model.
+        others: requests of other gateways, which count from each `take_in`; None where there are none.
 
     Attributes:
         geometry: of the model.
@@ -89,8 +107,9 @@ class LiveBatches:
         requests: `[G]`, requests in flight.
     """
 
-    def __init__(self, groups: Sequence[str], geometry: ModelGeometry) -> None:
+    def __init__(self, groups: Sequence[str], geometry: ModelGeometry, others: OtherBatches | None = None) -> None:
         self.geometry = geometry
+        self._others = others
         pairs = geometry.layers * geometry.experts
         self.active = np.zeros(len(groups))
         self._position = {group: g for g, group in enumerate(groups)}
@@ -114,10 +133,20 @@ class LiveBatches:
         self._before[g].add(usage)
         np.log1p(-self._before[g].value, out=self._log_not_before[g])
         self._change(g, row, +1)
+        if self._others is not None:
+            self._others.show(g, row, +1)
 
     def leave(self, group: str, row: Row) -> None:
         """One that joined is over."""
-        self._change(self._position[group], row, -1)
+        g = self._position[group]
+        self._change(g, row, -1)
+        if self._others is not None:
+            self._others.show(g, row, -1)
+
+    def take_in(self) -> None:
+        """Let the requests of other gateways count as they are now."""
+        for g, requests, sums in () if self._others is None else self._others.changed():
+            self._grow(g, requests, sums)
 
     def places(self, groups: Sequence[str]) -> list[int]:
         """Positions of groups in `active` and in what `added` returns."""
@@ -140,9 +169,12 @@ class LiveBatches:
         return added
 
     def _change(self, g: int, row: Row, sign: int) -> None:
+        self._grow(g, sign, row if sign > 0 else -row)
+
+    def _grow(self, g: int, requests: int, by: Row | Sums) -> None:
         sums = self._logarithms[g]
-        (np.add if sign > 0 else np.subtract)(sums, row, out=sums)
-        self.requests[g] += sign
+        sums += by
+        self.requests[g] += requests
         idle = _exp((sums * _UNIT).astype(np.float32))
         self.active[g] = len(sums) - float(idle.sum(dtype=np.float64))
         self._changed.add(g)

@@ -1,19 +1,35 @@
-"""A prefill/decode cluster behind one gateway: the life of `gateway.dispatch` on simulated workers."""
+"""A prefill/decode cluster behind one gateway or several: the life of `gateway.dispatch` on simulated workers."""
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+import numpy as np
+
 from coterie.clock import Clock
 from coterie.core import Decision, Role, RouteRequest, Served, WorkerState
 from coterie.errors import ConfigError, NoWorkerError
 from coterie.metrics import RequestTimeline
-from coterie.routing import STALE_AFTER, Background, Filter, Lease, LeaseTotals, Ledger, Policy, random_stream, route
+from coterie.routing import (
+    STALE_AFTER,
+    Background,
+    Filter,
+    Lease,
+    LeaseTotals,
+    Ledger,
+    Others,
+    Policy,
+    Sharing,
+    random_stream,
+    route,
+)
 from coterie.sim.background import BackgroundWork
 from coterie.sim.decode import DecodeGroup, StepTotals
+from coterie.sim.exchange import Exchange
 from coterie.sim.experts import Experts
 from coterie.sim.kernel import Kernel, Priority
 from coterie.sim.outcomes import Outcomes
@@ -58,6 +74,8 @@ class Decided:
     decision: Decision
 
 
+_ENTRANCES = 5  # of the streams of chance: to which gateway requests come; see `workload` for the others
+
 OnDecision = Callable[[Decided], object]
 
 
@@ -73,17 +91,16 @@ class _Fleet:
         seed: int,
         clock: Clock,
         filters: Sequence[Filter] = (),
+        others: Others | None = None,
+        process: int = 0,
     ):
         self.role = role
-        self.ledger = Ledger(targets, clock)
+        self.ledger = Ledger(targets, clock, others=others)
         self.ledger.follow(policy)
         self.workers = {target.name: worker for target, worker in zip(targets, workers, strict=True)}
         self._policy = policy
         self._filters = filters
-        self._rng = random_stream(seed, role)
-        for target, worker in zip(targets, workers, strict=True):
-            if not target.available:
-                worker.lose()
+        self._rng = random_stream(seed, role, process)
 
     def choose(self, request: RouteRequest) -> Decision:
         return route(self._policy, request, self.ledger.states(), self._rng, self._filters)
@@ -93,7 +110,7 @@ class _Fleet:
 
 
 class Cluster:
-    """One gateway with its workers.
+    """Gateways with their workers.
 
     Load is counted, workers are chosen and leases end exactly as in `gateway.dispatch`: prefill worker, lease, prefill,
     release; then, with the prompt's counts, decode worker, lease, decode, release.  Only where prefill workers give the
@@ -103,9 +120,9 @@ class Cluster:
         kernel: runs it.
         spec: what it consists of.
         experts: which experts the requests use.
-        prefill: policy for prefill workers.
+        prefill: policy for prefill workers; each further gateway has a copy of it, and of the next.
         decode: policy for decode workers.
-        seed: of the policies' chance.
+        seed: of the policies' chance, and of the gateways that requests come to.
         warm_up_s: what comes before is served, and is in no figure.
         on_decision: told of every decision.
 
@@ -137,17 +154,36 @@ class Cluster:
         self._groups = new_decode_groups(kernel, spec, experts)
         prefillers = [new_prefill_worker(kernel, spec) for _ in range(spec.prefill)]
         decoders = [rank for group in self._groups for rank in group.ranks]
-        self._prefill = _Fleet("prefill", spec.targets("prefill"), prefillers, prefill, seed, kernel)
-        self._decode = _Fleet("decode", spec.targets("decode"), decoders, decode, seed, kernel, spec.filters)
-        self._ranks = dict(zip(self._decode.workers, decoders, strict=True))
+        _lose_absent(spec.targets("prefill"), prefillers)
+        _lose_absent(spec.targets("decode"), decoders)
         if spec.filters:
             kernel.every(spec.reading_interval_s, self._read)
-        if isinstance(decode, Background):
-            BackgroundWork(kernel, decode, self._decode.ledger)
+        self._prefill = self._make_fleets("prefill", prefillers, prefill, seed)
+        self._decode = self._make_fleets("decode", decoders, decode, seed)
+        self._ranks = dict(zip(self._decode[0].workers, decoders, strict=True))
+        self._entrances = np.random.default_rng([seed, _ENTRANCES])
         self._on_decision = on_decision
         self.end_s = 0.0
         self._arrived = self._finished = self._failed = 0
         kernel.at(warm_up_s, Priority.CHANGE, self._begin_to_count)
+
+    def _make_fleets(self, role: Role, workers: Sequence[Worker], policy: Policy, seed: int) -> list[_Fleet]:
+        """The fleet of each gateway, and what it knows of the others."""
+        spec, kernel = self._spec, self._kernel
+        policies = [policy, *(copy.deepcopy(policy) for _ in range(spec.gateways - 1))]
+        exchange = None
+        if spec.gateways > 1 and spec.exchange_s is not None:
+            exchange = Exchange(kernel, spec.gateways, spec.exchange_s)
+        fleets = []
+        for i, one in enumerate(policies):
+            if exchange is not None and spec.exchange_batches and isinstance(one, Sharing):
+                one.share(exchange.batches)
+            others = None if exchange is None else exchange.loads[i]
+            filters = spec.filters if role == "decode" else ()
+            fleets.append(_Fleet(role, spec.targets(role), workers, one, seed, kernel, filters, others, i))
+            if role == "decode" and isinstance(one, Background):
+                BackgroundWork(kernel, one, fleets[i].ledger)
+        return fleets
 
     def feed(self, arrivals: Iterator[Arrival]) -> None:
         """Let requests arrive; only the next one is ever made."""
@@ -167,13 +203,12 @@ class Cluster:
                 raise ConfigError(f"changes: {change.worker} {change.kind} at {change.time_s} s, which is not to come")
         for change in changes:
             role, names = self._spec.members(change.worker)
-            fleet = self._prefill if role == "prefill" else self._decode
             action = self._lose if change.kind == "lost" else self._join
-            self._kernel.at(change.time_s, Priority.CHANGE, action, fleet, names)
+            self._kernel.at(change.time_s, Priority.CHANGE, action, self._fleets(role), names)
 
     def census(self) -> Census:
         """Where the requests are now."""
-        workers = [*self._prefill.workers.values(), *self._decode.workers.values()]
+        workers = [*self._prefill[0].workers.values(), *self._decode[0].workers.values()]
         return Census(
             arrived=self._arrived,
             finished=self._finished,
@@ -183,8 +218,15 @@ class Cluster:
         )
 
     def states(self, role: Role) -> tuple[WorkerState, ...]:
-        """What the role's policy would see now."""
-        return (self._prefill if role == "prefill" else self._decode).ledger.states()
+        """What the role's policy would see now, at the first gateway."""
+        return self._fleets(role)[0].ledger.states()
+
+    def view_error(self, role: Role) -> float:
+        """Requests by which gateways see a worker's load wrong now, mean over gateways and workers."""
+        ledgers = [fleet.ledger for fleet in self._fleets(role)]
+        seen = np.array([[state.requests for state in ledger.states()] for ledger in ledgers])
+        held = np.array([[load.requests for load in ledger.own().values()] for ledger in ledgers])
+        return float(np.abs(seen - held.sum(axis=0)).mean())
 
     def totals(self) -> tuple[StepTotals, ...]:
         """Sums over the steps of each decode group, since the warm-up."""
@@ -192,7 +234,15 @@ class Cluster:
 
     def leases(self) -> dict[str, LeaseTotals]:
         """What each decode worker was given, by name, warm-up included."""
-        return self._decode.ledger.totals()
+        totals: dict[str, LeaseTotals] = {}
+        for fleet in self._decode:
+            for name, more in fleet.ledger.totals().items():
+                known = totals.get(name, LeaseTotals(0, 0))
+                totals[name] = LeaseTotals(known.given + more.given, known.released + more.released)
+        return totals
+
+    def _fleets(self, role: Role) -> list[_Fleet]:
+        return self._prefill if role == "prefill" else self._decode
 
     # --- one request's life ---
 
@@ -200,13 +250,14 @@ class Cluster:
         self._arrived += 1
         self.outcomes.arrive(arrival.time_s)
         asked = replace(arrival.request, prompt_tokens=0, counts=None)  # as the gateway knows it before prefill
-        if self._decode.is_available():
-            self._send(self._prefill, asked, arrival, self._prefilled)
+        gateway = int(self._entrances.integers(self._spec.gateways)) if self._spec.gateways > 1 else 0
+        if self._decode[gateway].is_available():
+            self._send(self._prefill[gateway], asked, arrival, partial(self._prefilled, gateway))
         else:
             self._fail(arrival)
         self.feed(rest)
 
-    def _prefilled(self, arrival: Arrival, lease: Lease, task: Task, done: bool) -> None:
+    def _prefilled(self, gateway: int, arrival: Arrival, lease: Lease, task: Task, done: bool) -> None:
         lease.release()
         first_s = self._kernel.now() if self._spec.prefill_first else None
         if not done:
@@ -215,7 +266,7 @@ class Cluster:
             self._finish(arrival, first_s)
         else:
             given = 0 if first_s is None else 1
-            self._send(self._decode, arrival.request, arrival, partial(self._decoded, first_s), given)
+            self._send(self._decode[gateway], arrival.request, arrival, partial(self._decoded, first_s), given)
 
     def _decoded(self, first_s: float | None, arrival: Arrival, lease: Lease, task: Task, done: bool) -> None:
         if not done:
@@ -254,7 +305,8 @@ class Cluster:
         """Let decode workers say how they are, as `gateway.readings` does."""
         for name, rank in self._ranks.items():
             if rank.up:
-                self._decode.ledger.observe(name, rank.reading, STALE_AFTER * self._spec.reading_interval_s)
+                for fleet in self._decode:
+                    fleet.ledger.observe(name, rank.reading, STALE_AFTER * self._spec.reading_interval_s)
 
     def _begin_to_count(self) -> None:
         for group in self._groups:
@@ -262,19 +314,27 @@ class Cluster:
 
     # --- workers that come and go ---
 
-    def _lose(self, fleet: _Fleet, names: Sequence[str]) -> None:
-        fleet.workers[names[0]].lose()
-        self._kernel.after(self._spec.notice_s, Priority.CHANGE, self._notice, fleet, names)
+    def _lose(self, fleets: Sequence[_Fleet], names: Sequence[str]) -> None:
+        fleets[0].workers[names[0]].lose()
+        self._kernel.after(self._spec.notice_s, Priority.CHANGE, self._notice, fleets, names)
 
-    def _notice(self, fleet: _Fleet, names: Sequence[str]) -> None:
+    def _notice(self, fleets: Sequence[_Fleet], names: Sequence[str]) -> None:
         for name in names:
-            if not fleet.workers[name].up:
-                fleet.ledger.set_available(name, False)
+            if not fleets[0].workers[name].up:
+                for fleet in fleets:
+                    fleet.ledger.set_available(name, False)
 
-    def _join(self, fleet: _Fleet, names: Sequence[str]) -> None:
-        fleet.workers[names[0]].revive()
+    def _join(self, fleets: Sequence[_Fleet], names: Sequence[str]) -> None:
+        fleets[0].workers[names[0]].revive()
         for name in names:
-            fleet.ledger.set_available(name, True)
+            for fleet in fleets:
+                fleet.ledger.set_available(name, True)
+
+
+def _lose_absent(targets: Sequence[WorkerState], workers: Sequence[Worker]) -> None:
+    for target, worker in zip(targets, workers, strict=True):
+        if not target.available:
+            worker.lose()
 
 
 def new_prefill_worker(kernel: Kernel, spec: ClusterSpec) -> PrefillWorker:

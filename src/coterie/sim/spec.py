@@ -64,6 +64,9 @@ class ClusterSpec:
             this gateway.
         notice_s: time until the gateway learns that a worker was lost; requests that it sends there meanwhile fail.
         absent: workers that are not there at the start, named as in `Change`.
+        gateways: that share the workers; each request comes to one of them by chance.
+        exchange_s: from what a gateway does until the others know of it; None if they never do.
+        exchange_batches: whether they then also know what its requests use, not just how many they are.
 
     Raises:
         ConfigError: a number is out of range, an absent worker does not exist, or placements are not of the groups.
@@ -88,15 +91,28 @@ class ClusterSpec:
     prefill_first: bool = False
     notice_s: float = 3.0
     absent: frozenset[str] = frozenset()
+    gateways: int = 1
+    exchange_s: float | None = 0.0
+    exchange_batches: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("prefill", "decode", "ranks", "prefill_budget_tokens", "batch_requests", "block_tokens"):
+        for name in (
+            "prefill",
+            "decode",
+            "ranks",
+            "prefill_budget_tokens",
+            "batch_requests",
+            "block_tokens",
+            "gateways",
+        ):
             if getattr(self, name) < 1:
                 raise ConfigError(f"cluster: {name} must be at least 1, got {getattr(self, name)}")
         if self.cache_tokens < 0 or not (math.isfinite(self.notice_s) and self.notice_s >= 0):
             raise ConfigError(
                 f"cluster: cache_tokens and notice_s must not be negative, got {self.cache_tokens}, {self.notice_s}"
             )
+        if self.exchange_s is not None and not 0 <= self.exchange_s < math.inf:
+            raise ConfigError(f"cluster: exchange_s must not be negative, got {self.exchange_s}")
         if not 0 < self.reading_interval_s < math.inf:
             raise ConfigError(f"cluster: reading_interval_s must be above zero, got {self.reading_interval_s}")
         if list(self.graph_sizes) != sorted({max(size, 1) for size in self.graph_sizes}):
