@@ -294,6 +294,24 @@ def test_a_sampled_stream_goes_on_from_what_was_sent() -> None:
     assert got.text == text_of(tokens)
 
 
+def test_no_more_of_the_prompt_is_told_to_be_cached_than_there_is() -> None:
+    transcript = engine.transcript(call_of({"max_tokens": 9}, chat=False), LIMIT)
+    for event in itertools.islice(events(asked_by(transcript.call)), 4):
+        transcript.add(event)
+    kept = json.loads(engine.decode_body(transcript.resume(), None))["prompt"]
+    assert len(kept) == 7
+    usage = {
+        "prompt_tokens": 7,
+        "completion_tokens": 5,
+        "total_tokens": 12,
+        "prompt_tokens_details": {"cached_tokens": 6},
+    }
+    event = transcript.add(b'data: {"choices":[],"usage":%b}' % json.dumps(usage).encode())
+    told = json.loads(event.removeprefix(b"data: "))["usage"]
+    assert told["prompt_tokens"] == told["prompt_tokens_details"]["cached_tokens"] == 3
+    assert (told["completion_tokens"], told["total_tokens"]) == (9, 12)
+
+
 def test_a_sampled_stream_with_text_held_back_does_not_go_on() -> None:
     call = call_of({"temperature": 1, "max_tokens": 24, "stop": "zzzz"}, chat=False)
     transcript = engine.transcript(call, LIMIT)

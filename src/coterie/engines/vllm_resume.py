@@ -76,6 +76,7 @@ _GIVEN_UP = ("abort", "error")
 class _Usage(msgspec.Struct):
     prompt_tokens: int
     completion_tokens: int
+    prompt_tokens_details: dict[str, int | None] | None = None
 
 
 class _Part(msgspec.Struct):
@@ -397,15 +398,12 @@ class VllmTranscript:
     def _usage_of_all(self, usage: msgspec.Raw) -> msgspec.Raw:
         """With those tokens counted as output that were in this worker's prompt; the sum is right as it is."""
         read = _read_usage(usage)
-        return msgspec.Raw(
-            _encode(
-                {
-                    **_read_object(usage),
-                    "prompt_tokens": read.prompt_tokens - self._moved,
-                    "completion_tokens": read.completion_tokens + self._moved,
-                }
-            )
-        )
+        prompt = read.prompt_tokens - self._moved
+        counted: dict[str, Any] = {"prompt_tokens": prompt, "completion_tokens": read.completion_tokens + self._moved}
+        details = read.prompt_tokens_details
+        if details is not None and (details.get("cached_tokens") or 0) > prompt:
+            counted["prompt_tokens_details"] = {**details, "cached_tokens": prompt}
+        return msgspec.Raw(_encode({**_read_object(usage), **counted}))
 
 
 # --- fields of requests, bytes of events -------------------------------------------------------------
