@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import ssl
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -75,20 +76,22 @@ def port_of(listener: socket.socket) -> int:
     return int(listener.getsockname()[1])
 
 
-def address_url(host: str, port: int) -> str:
+def address_url(host: str, port: int, *, tls: bool = False) -> str:
     """The URL of an address of either family."""
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"http{'s' * tls}://" + (f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
 
 
-def url_of(listener: socket.socket) -> str:
+def url_of(listener: socket.socket, *, tls: bool = False) -> str:
     """Where a listening socket is reached."""
-    return address_url(*listener.getsockname()[:2])
+    return address_url(*listener.getsockname()[:2], tls=tls)
 
 
 @contextlib.asynccontextmanager
-async def serving_app(app: ASGIApp, listener: socket.socket, *, grace_s: int) -> AsyncIterator[None]:
+async def serving_app(
+    app: ASGIApp, listener: socket.socket, *, grace_s: int, tls: ssl.SSLContext | None = None
+) -> AsyncIterator[None]:
     """Serve until the block is left; what then still runs has `grace_s` seconds to end."""
-    server = _Server(app, grace_s)
+    server = _Server(app, grace_s, tls)
     task = asyncio.create_task(server.serve([listener]))
     try:
         yield
@@ -100,7 +103,7 @@ async def serving_app(app: ASGIApp, listener: socket.socket, *, grace_s: int) ->
 class _Server(uvicorn.Server):
     """Serves until `stop` is set; signals and timers stay the caller's."""
 
-    def __init__(self, app: ASGIApp, grace_s: int) -> None:
+    def __init__(self, app: ASGIApp, grace_s: int, tls: ssl.SSLContext | None) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
@@ -113,6 +116,8 @@ class _Server(uvicorn.Server):
                 timeout_graceful_shutdown=grace_s,
             )
         )
+        self.config.load()
+        self.config.ssl = tls
         self.stop = asyncio.Event()
 
     @contextlib.contextmanager

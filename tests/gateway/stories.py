@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 import json
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
@@ -103,9 +104,9 @@ class Cluster:
     admin_url: str
 
     @contextlib.asynccontextmanager
-    async def client(self) -> AsyncIterator[RawClient]:
-        host, port = self.url.removeprefix("http://").split(":")
-        reader, writer = await asyncio.open_connection(host, int(port), limit=1 << 20)
+    async def client(self, tls: ssl.SSLContext | None = None) -> AsyncIterator[RawClient]:
+        host, port = self.url.partition("://")[2].split(":")
+        reader, writer = await asyncio.open_connection(host, int(port), limit=1 << 20, ssl=tls)
         try:
             yield RawClient(reader, writer)
         finally:
@@ -165,11 +166,15 @@ def configured(prefill: list[FakeEngine], decode: list[FakeEngine], **settings: 
 
 @contextlib.asynccontextmanager
 async def fakes(
-    count: int, kv: Kv, counts: ExpertCounts | None = None, answer: Answer = serve_well
+    count: int,
+    kv: Kv,
+    counts: ExpertCounts | None = None,
+    answer: Answer = serve_well,
+    tls: ssl.SSLContext | None = None,
 ) -> AsyncIterator[list[FakeEngine]]:
     engines = [FakeEngine(kv, counts=counts) for _ in range(count)]
     for engine in engines:
-        engine.answer = answer
+        engine.answer, engine.tls = answer, tls
         await engine.start()
     try:
         yield engines
@@ -185,13 +190,14 @@ async def cluster(
     *,
     counts: ExpertCounts | None = None,
     answer: Answer = serve_well,
+    tls: ssl.SSLContext | None = None,
     **settings: Any,
 ) -> AsyncIterator[Cluster]:
-    """A running gateway in front of healthy fakes, or of such as give another `answer` from the first probe on."""
+    """A running gateway in front of healthy fakes, or of such as answer or are reached in another way."""
     kv = Kv()
     async with (
-        fakes(prefill, kv, counts, answer) as prefills,
-        fakes(decode, kv, None, answer) as decodes,
+        fakes(prefill, kv, counts, answer, tls) as prefills,
+        fakes(decode, kv, None, answer, tls) as decodes,
         serving(configured(prefills, decodes, **settings), VllmNixl()) as served,
     ):
         running = Cluster(prefills, decodes, kv, served.gateway, served.url, served.admin_url)

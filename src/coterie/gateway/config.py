@@ -13,6 +13,7 @@ import yaml
 
 from coterie.errors import ConfigError
 from coterie.gateway.pool import split_url
+from coterie.gateway.tls import is_loopback
 from coterie.routing.shared_load import MOST_ROWS
 
 MAX_CONFIG_BYTES = 1 << 20
@@ -68,6 +69,15 @@ class GatewayConfig:
     )
     api_keys: str | None = _option(None, "File with clients' API keys, as `coterie key new` prints them; see security.")
     api_key_env: str | None = _option(None, "Environment variable that holds an API key for clients.", fixed=True)
+    tls_cert: str | None = _option(None, "PEM file with the certificate, and chain, to show clients.", fixed=True)
+    tls_key: str | None = _option(None, "PEM file with its private key, if it is not in the same file.", fixed=True)
+    worker_ca: str | None = _option(
+        None, "PEM file with the certificates that vouch for https workers; by default the system's.", fixed=True
+    )
+    admin_tls: bool = _option(False, "Use TLS on the admin side, too.", fixed=True)
+    admin_key_env: str | None = _option(
+        None, "Environment variable that holds the key of the admin side; needed beyond this machine.", fixed=True
+    )
     worker_key_env: str | None = _option(
         None, "Environment variable that holds the API key that workers want.", fixed=True
     )
@@ -123,6 +133,7 @@ class GatewayConfig:
         for name in ("port", "admin_port"):
             if not 0 <= getattr(self, name) <= 65535:
                 raise ConfigError(f"{name}: must be from 0 to 65535, got {getattr(self, name)}")
+        self._check_access()
         self._check_processes()
         if self.kv_limit is not None and not 0 < self.kv_limit <= 1:
             raise ConfigError(f"kv_limit: must be above 0 and at most 1, got {self.kv_limit}")
@@ -141,6 +152,15 @@ class GatewayConfig:
         ):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name}: must not be negative, got {getattr(self, name)}")
+
+    def _check_access(self) -> None:
+        if self.tls_cert is None and (self.tls_key is not None or self.admin_tls):
+            raise ConfigError("tls_cert: must be given with tls_key and admin_tls; it is the certificate to show")
+        if self.admin_key_env is None and not is_loopback(self.admin_host):
+            raise ConfigError(
+                f"admin_host: {self.admin_host} is reached from elsewhere, where anybody could change the workers; "
+                "give the admin side a key with --admin-key-env, or keep it on 127.0.0.1"
+            )
 
     def _check_processes(self) -> None:
         if not 1 <= self.processes <= MOST_ROWS:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import math
+import ssl
 from urllib.parse import urlsplit
 
 from coterie.engines.base import Body
 from coterie.errors import ConfigError
+from coterie.gateway.tls import worker_context
 from coterie.gateway.upstream import Consumer, Patience, Upstream, UpstreamError
 
 
@@ -18,6 +20,7 @@ class Pool:
         title: see below.
         url: where the worker is.
         headers: header lines that every request gets, such as the worker's API key.
+        authorities: who vouches for an https worker, see `tls.worker_context`.
         connect_timeout_s: how long it may take to accept a connection.
         keep_idle_s: how long idle connections are kept.
 
@@ -30,12 +33,20 @@ class Pool:
     """
 
     def __init__(
-        self, title: str, url: str, headers: bytes = b"", *, connect_timeout_s: float, keep_idle_s: float
+        self,
+        title: str,
+        url: str,
+        headers: bytes = b"",
+        authorities: str | None = None,
+        *,
+        connect_timeout_s: float,
+        keep_idle_s: float,
     ) -> None:
         self.title = title
         self.connections: set[Upstream] = set()
         self.heard_s = -math.inf
-        self._host, self._port, self._prefix = split_url(url)
+        self._host, self._port, self._prefix, tls = split_url(url)
+        self._tls = worker_context(authorities) if tls else None
         self._own_headers = f"host: {self._host}:{self._port}\r\n".encode() + headers
         self.connect_timeout_s = connect_timeout_s
         self.keep_idle_s = keep_idle_s
@@ -106,10 +117,14 @@ class Pool:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(self.connect_timeout_s):
-                _, connection = await loop.create_connection(lambda: Upstream(self, loop), self._host, self._port)
+                _, connection = await loop.create_connection(
+                    lambda: Upstream(self, loop), self._host, self._port, ssl=self._tls
+                )
         except TimeoutError:
             message = f"{self.title} did not accept a connection for {self.connect_timeout_s:g} s"
             raise UpstreamError(message, "connect") from None
+        except ssl.SSLError as error:
+            raise UpstreamError(f"{self.title} cannot be trusted: {_why(error)}", "connect") from None
         except OSError:
             raise UpstreamError(f"{self.title} refused the connection", "connect") from None
         # Not in `connection_made`: the loop tells a connection whose opening was cancelled of no loss.
@@ -117,17 +132,23 @@ class Pool:
         return connection
 
 
-def split_url(url: str) -> tuple[str, int, bytes]:
-    """Host, port and path prefix of a worker's URL.
+def _why(error: ssl.SSLError) -> str:
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"{error.verify_message}; see --worker-ca"
+    return f"TLS failed ({error.reason}); does it serve https?"
+
+
+def split_url(url: str) -> tuple[str, int, bytes, bool]:
+    """Host, port and path prefix of a worker's URL, and whether it is https.
 
     Raises:
-        ConfigError: it is not an http URL of a host.
+        ConfigError: it is not an http or https URL of a host.
     """
     try:
         parts = urlsplit(url)
-        port = parts.port or 80
+        port = parts.port or (443 if parts.scheme == "https" else 80)
     except ValueError as error:
         raise ConfigError(f"worker URL {url!r}: {error}") from None
-    if parts.scheme != "http" or not parts.hostname or parts.query or parts.fragment or parts.username:
-        raise ConfigError(f"worker URL {url!r}: expected http://HOST:PORT, without user, query or fragment")
-    return parts.hostname, port, parts.path.rstrip("/").encode()
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment or parts.username:
+        raise ConfigError(f"worker URL {url!r}: expected http(s)://HOST:PORT, without user, query or fragment")
+    return parts.hostname, port, parts.path.rstrip("/").encode(), parts.scheme == "https"

@@ -65,7 +65,9 @@ async def _serving(
     # Nothing is accepted before `listen`, which comes once this process serves: until then clients get the others.
     with reserve(config.host, config.port, "port") as listener:
         async with serving_on(config, engine, listener, admin, seat) as (gateway, profile):
-            yield Serving(gateway, profile, url_of(listener), address_url(config.admin_host, config.admin_port))
+            url = url_of(listener, tls=config.tls_cert is not None)
+            admin_url = address_url(config.admin_host, config.admin_port, tls=config.admin_tls)
+            yield Serving(gateway, profile, url, admin_url)
 
 
 @contextlib.asynccontextmanager

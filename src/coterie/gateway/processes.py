@@ -21,11 +21,12 @@ import msgspec
 import uvloop
 
 from coterie.errors import CoterieError, EngineError
+from coterie.gateway.admin_guard import serving_admin
 from coterie.gateway.config import GatewayConfig
 from coterie.gateway.control import Answer, Ask, Ready, Setup, receive, send
 from coterie.gateway.seat import BOARD_PREFIX
 from coterie.gateway.together import together_app
-from coterie.http_server import listen, port_of, reserve, serving_app
+from coterie.http_server import listen, port_of, reserve
 from coterie.routing.shared_load import Board
 from coterie.shm import SharedFile
 
@@ -257,7 +258,7 @@ async def _run(config: GatewayConfig, command: Sequence[str], on_ready: Callable
         config = dataclasses.replace(config, port=port_of(reserved), admin_port=port_of(admin_listener))
         group = Group(config, command, file)
         loop.add_signal_handler(signal.SIGHUP, group.signal, signal.SIGHUP)
-        async with serving_app(together_app(group), admin_listener, grace_s=1):
+        async with serving_admin(together_app(group), config, admin_listener):
             told = asyncio.create_task(stop.wait())
             serving = asyncio.create_task(_serve(group, on_ready))
             try:

@@ -21,6 +21,7 @@ from coterie.calibration import Profile
 from coterie.engines.base import Engine
 from coterie.gateway.access import read_access
 from coterie.gateway.admin import admin_app
+from coterie.gateway.admin_guard import serving_admin
 from coterie.gateway.background import work
 from coterie.gateway.config import GatewayConfig
 from coterie.gateway.gateway import Gateway
@@ -28,9 +29,9 @@ from coterie.gateway.health import Watch
 from coterie.gateway.readings import read
 from coterie.gateway.seat import Seat
 from coterie.gateway.startup import start_up
-from coterie.http_server import BACKLOG, listen, serving_app, url_of
+from coterie.gateway.tls import CLOSING_S, HANDSHAKE_S
+from coterie.http_server import BACKLOG, listen, url_of
 
-_ADMIN_GRACE_S = 1
 _log = logging.getLogger("coterie.gateway")
 
 
@@ -108,10 +109,11 @@ async def serving(config: GatewayConfig, engine: Engine) -> AsyncIterator[Servin
     ):
 
         def admin(app: ASGIApp) -> contextlib.AbstractAsyncContextManager[None]:
-            return serving_app(app, admin_listener, grace_s=_ADMIN_GRACE_S)
+            return serving_admin(app, config, admin_listener)
 
         async with serving_on(config, engine, listener, admin) as (gateway, profile):
-            yield Serving(gateway, profile, url_of(listener), url_of(admin_listener))
+            url = url_of(listener, tls=config.tls_cert is not None)
+            yield Serving(gateway, profile, url, url_of(admin_listener, tls=config.admin_tls))
 
 
 @contextlib.asynccontextmanager
@@ -149,7 +151,15 @@ async def serving_on(
 
 @contextlib.asynccontextmanager
 async def _clients(gateway: Gateway, listener: socket.socket) -> AsyncIterator[None]:
-    server = await asyncio.get_running_loop().create_server(gateway.connect, sock=listener, backlog=BACKLOG)
+    tls = gateway.entrance.access.tls
+    server = await asyncio.get_running_loop().create_server(
+        gateway.connect,
+        sock=listener,
+        backlog=BACKLOG,
+        ssl=tls,
+        ssl_handshake_timeout=HANDSHAKE_S if tls else None,
+        ssl_shutdown_timeout=CLOSING_S if tls else None,
+    )
     try:
         yield
     finally:

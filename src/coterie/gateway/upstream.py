@@ -320,7 +320,8 @@ class Upstream(asyncio.Protocol):
         assert self._transport is not None
         if consumer.wanted_late and self._whole:
             self.deadline = self._loop.time() + LATE_S
-            self._transport.write_eof()
+            if self._transport.can_write_eof():  # TLS knows no half: the worker hears of it when the time is over
+                self._transport.write_eof()
         else:
             self._leave()
             self._transport.abort()

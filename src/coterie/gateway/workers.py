@@ -70,6 +70,7 @@ class Worker:
             f"{role} worker {name}",
             url,
             access.worker_headers,
+            config.worker_ca,
             connect_timeout_s=config.connect_timeout_s,
             keep_idle_s=config.keep_idle_s,
         )
