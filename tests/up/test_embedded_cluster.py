@@ -177,15 +177,16 @@ def test_an_output_that_ends_with_its_first_token_needs_no_decode_worker(cluster
     for ending in ({"max_tokens": 1}, {"stop_token_ids": [first]}):
         whole = HTTP.post(direct, json={**body, **ending}).json()
         streamed = HTTP.post(direct, json={**body, **ending, "stream": True, **usage}).text
-        requests = metric(cluster.decode_urls[0], "vllm:request_success_total")
-        requests += metric(cluster.decode_urls[1], "vllm:request_success_total")
+        served = sum(metric(url, "vllm:request_success_total") for url in cluster.decode_urls)
+        released = metric(least_load.admin_url, "coterie_handoffs_released_total")
         got = HTTP.post(least_load.url + path, json={**body, **ending}).json()
         events = HTTP.post(least_load.url + path, json={**body, **ending, "stream": True, **usage}).text
         assert got["choices"] == whole["choices"]
         assert as_said(events) == as_said(streamed)
         assert_nothing_is_held(cluster)
-        served = sum(metric(url, "vllm:request_success_total") for url in cluster.decode_urls)
-        assert served - requests == (0 if "max_tokens" in ending else 2)  # to release the KV that was kept
+        assert sum(metric(url, "vllm:request_success_total") for url in cluster.decode_urls) == served
+        kept = 0 if "max_tokens" in ending else 2
+        assert metric(least_load.admin_url, "coterie_handoffs_released_total") - released == kept
 
 
 def as_said(events):

@@ -288,8 +288,11 @@ class VllmNixl:
         return vllm_resume.VllmTranscript(call, limit_tokens, chat=call.path == CHAT)
 
     def refusal(self, handoff: Handoff) -> tuple[str, Body]:
-        """A completion by a model that no server has: vLLM tells the prefill server of what it does not let in."""
-        body = {"model": _NO_MODEL, "prompt": "", "max_tokens": 1, _PARAMS: handoff.params}
+        """A completion by a model that no server has: vLLM tells the prefill server of what it does not let in.
+
+        The prompt is not empty, since a body that is wrong in itself is refused before vLLM looks at the handoff.
+        """
+        body = {"model": _NO_MODEL, "prompt": "x", "max_tokens": 1, _PARAMS: handoff.params}
         return COMPLETIONS, handoff.large.completed(_encode(body))
 
     def release_body(self, call: Call, handoff: Handoff) -> Body:
