@@ -7,12 +7,16 @@ removes those whose lock nobody holds: their creator was killed.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import mmap
 import os
+import platform
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 
 from coterie.errors import UnsupportedError
@@ -88,3 +92,24 @@ def sweep(prefix: str, folder: str = FOLDER) -> None:
         with contextlib.suppress(OSError), path.open("rb") as file:  # another user's, locked, or gone meanwhile
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             path.unlink()
+
+
+def fence() -> None:
+    """Let other processes see what was written before no later than what is written after; likewise for reading.
+
+    Raises:
+        UnsupportedError: this machine needs libatomic for that, and has none.
+    """
+    _barrier()()
+
+
+@cache
+def _barrier() -> Callable[[], object]:
+    if platform.machine() in ("x86_64", "AMD64"):
+        return lambda: None  # the processor keeps the order of stores, and that of loads; so does the interpreter
+    try:
+        atomic = ctypes.PyDLL("libatomic.so.1")
+    except OSError as error:
+        message = f"shared memory: {error}; install it (Debian: libatomic1, Fedora: libatomic)"
+        raise UnsupportedError(message) from error
+    return partial(atomic.atomic_thread_fence, 5)  # __ATOMIC_SEQ_CST

@@ -63,7 +63,7 @@ async def _serving(
         return _answering(app, reader, writer)
 
     # Nothing is accepted before `listen`, which comes once this process serves: until then clients get the others.
-    with reserve(config.host, config.port, "port") as listener:
+    with contextlib.closing(seat), reserve(config.host, config.port, "port") as listener:
         async with serving_on(config, engine, listener, admin, seat) as (gateway, profile):
             url = url_of(listener, tls=config.tls_cert is not None)
             admin_url = address_url(config.admin_host, config.admin_port, tls=config.admin_tls)

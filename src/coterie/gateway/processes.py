@@ -27,8 +27,9 @@ from coterie.gateway.control import Answer, Ask, Ready, Setup, receive, send
 from coterie.gateway.seat import BOARD_PREFIX
 from coterie.gateway.together import together_app
 from coterie.http_server import listen, port_of, reserve
+from coterie.routing.shared_batches import PREFIX as BATCHES_PREFIX
 from coterie.routing.shared_load import Board
-from coterie.shm import SharedFile
+from coterie.shm import SharedFile, sweep
 
 ASK_S = 5.0
 """How long a process may take to answer for the admin side."""
@@ -206,6 +207,7 @@ class Group:
             status = await member.live(partial(self._heard, number, member))
             del self.members[number]
             self._board.clear(number)
+            sweep(BATCHES_PREFIX)
             if not self._stopping:
                 await self._after_death(number, member, status)
 

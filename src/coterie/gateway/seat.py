@@ -3,28 +3,35 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from coterie.core import Role
-from coterie.routing import Others
+from coterie.core import ModelGeometry, Role
+from coterie.routing import Others, Share
+from coterie.routing.shared_batches import SharedBatches
 from coterie.routing.shared_load import Board
 
 BOARD_PREFIX = "coterie-gateway-"
 
+Identity = Callable[[str], str]
+"""URL of the worker of this name: processes that reload apart know workers by other names."""
 
-@dataclass(frozen=True, slots=True, eq=False)
+
 class Seat:
     """One of several processes of a gateway.
 
-    Attributes:
+    Args:
         process: its number, from 0; also its row of the board.
         board: where they show each other what they hold.
+
+    Attributes:
+        process: the same.
     """
 
-    process: int
-    board: Board
+    def __init__(self, process: int, board: Board) -> None:
+        self.process = process
+        self._board = board
+        self._batches: SharedBatches | None = None
 
     @classmethod
     def take(cls, process: int, path: str, rows: int, sessions: int) -> Seat:
@@ -36,11 +43,23 @@ class Seat:
         with Path(path).open("r+b") as file:
             return cls(process, Board(mmap.mmap(file.fileno(), 0), rows, sessions))
 
-    def others(self, role: Role, identity: Callable[[str], str]) -> Others:
-        """What the other processes hold of the workers of a role.
+    def others(self, role: Role, identity: Identity) -> Others:
+        """What the other processes hold of the workers of a role."""
+        return self._board.row(0 if role == "prefill" else 1, self.process, identity)
 
-        Args:
-            role: of the workers.
-            identity: URL of the worker of this name: processes that reload apart know workers by other names.
-        """
-        return self.board.row(0 if role == "prefill" else 1, self.process, identity)
+    def share(self, identity: Identity) -> Share:
+        """How the decode policy knows what the other processes' requests use; one policy at a time."""
+
+        def share(groups: Sequence[str], geometry: ModelGeometry) -> SharedBatches:
+            former = self._batches
+            self._batches = SharedBatches(self._board.announcements, self.process, groups, geometry, identity)
+            if former is not None:
+                former.close()
+            return self._batches
+
+        return share
+
+    def close(self) -> None:
+        """Remove what this process alone has made."""
+        if self._batches is not None:
+            self._batches.close()

@@ -16,7 +16,7 @@ from coterie.gateway.breaker import Breaker, BreakerRules
 from coterie.gateway.config import GatewayConfig
 from coterie.gateway.pool import Pool
 from coterie.gateway.seat import Seat
-from coterie.routing import Filter, KvHeadroom, Ledger, Policy, no_queue, random_stream, route
+from coterie.routing import Filter, KvHeadroom, Ledger, Policy, Sharing, no_queue, random_stream, route
 
 RETRY_AFTER_S = 3
 """When to ask again after workers whom health checks have taken out."""
@@ -120,8 +120,9 @@ class Fleet:
             self.targets,
             clock,
             sessions=config.keep_sessions if role == "decode" else 0,
-            others=None if seat is None else seat.others(role, lambda name: self.workers[name].url),
+            others=None if seat is None else seat.others(role, self._url_of),
         )
+        self._seat = seat
         self._policy: Policy | None = None
         self._rng = random_stream(config.seed, role, process=0 if seat is None else seat.process)
         self.configure(config)
@@ -141,6 +142,8 @@ class Fleet:
 
     @policy.setter
     def policy(self, policy: Policy) -> None:
+        if self._seat is not None and isinstance(policy, Sharing):
+            policy.share(self._seat.share(self._url_of))
         self._policy = policy
         self.ledger.follow(policy)
 
@@ -163,6 +166,9 @@ class Fleet:
             states = others if any(state.available for state in others) else states
         decision = route(self.policy, recalled, states, self._rng, self._filters)
         return self.workers[decision.worker], decision
+
+    def _url_of(self, name: str) -> str:
+        return self.workers[name].url
 
     def available(self) -> list[Worker]:
         """The workers that can be used now."""

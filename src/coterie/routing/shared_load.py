@@ -3,7 +3,7 @@
 A row is a directory of workers that only grows, and two words of 64 bits for each: its load, and its last assignment.
 A word is written and read whole, so nobody ever sees half of a change, and no lock can stay with who was killed.
 
-    head         life << 32 | workers in the row
+    head         life << 32 | workers in the row; for decode workers, also what file the process announces
     keys[s]      worker in slot s: 64 bits of a hash of its identity
     loads[s]     requests << 40 | tokens: sums of such words are words of the sums
     assigned[s]  sequence number of the last assignment
@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from coterie.errors import InputError
 from coterie.routing.ledger import Load
+from coterie.shm import fence
 
 MOST_ROWS = 64
 MOST_WORKERS = 1023
@@ -74,11 +75,46 @@ class Board:
         """
         return SharedLoad(self._rows[role], self._sessions, row, identity)
 
+    @property
+    def announcements(self) -> Announcements:
+        """Files that processes have of their own."""
+        return Announcements(self._rows[_ROLES - 1, :, _HEAD, 1:4])
+
     def clear(self, row: int) -> None:
-        """Take back all that a process held: it is dead, and nobody else writes its row."""
+        """Take back all that a process held and announced: it is dead, and nobody else writes its row."""
         for words in self._rows[:, row]:
             words[_LOADS] = 0
+            words[_HEAD, 1:4] = 0
             words[_HEAD, 0] = ((int(words[_HEAD, 0]) >> 32) + 1) << 32
+
+
+class Announcements:
+    """The file that each process has of its own, if it has one, by the 32 hexadecimal digits that end its name.
+
+    Args:
+        words: three for each process: how many it has announced, twice, and the last one's digits.
+    """
+
+    def __init__(self, words: _Words) -> None:
+        self._words = words
+
+    def announce(self, process: int, token: str) -> None:
+        """A process has another file from now on."""
+        words, digits = self._words[process], int(token, 16)
+        words[0] += np.uint64(1)
+        fence()
+        words[1:] = digits >> 64, digits & 0xFFFFFFFFFFFFFFFF
+        fence()
+        words[0] += np.uint64(1)
+
+    def others(self, process: int) -> set[str]:
+        """Those of all other processes; one that is just being announced is left out."""
+        before = self._words[:, 0].copy()
+        fence()
+        digits = self._words[:, 1:].tolist()
+        fence()
+        whole = (before > 0) & (before % 2 == 0) & (before == self._words[:, 0])
+        return {f"{high << 64 | low:032x}" for i, (high, low) in enumerate(digits) if whole[i] and i != process}
 
 
 class SharedLoad:
@@ -100,7 +136,7 @@ class SharedLoad:
         Raises:
             InputError: this process had more than `MOST_WORKERS` workers of this role in its life.
         """
-        keys = [_hash(self._identity(name)) for name in names]
+        keys = [key_of(self._identity(name)) for name in names]
         if len(self._slots.keys() | keys) > MOST_WORKERS:
             raise InputError(f"board: more than {MOST_WORKERS} workers in a process's life; restart the gateway")
         for key in keys:
@@ -129,7 +165,7 @@ class SharedLoad:
         """See `Others.remember`."""
         if len(self._sessions):
             place, mark = self._find(session)
-            self._sessions[place] = mark | _hash(self._identity(worker)) & ((1 << _NAME_BITS) - 1)
+            self._sessions[place] = mark | key_of(self._identity(worker)) & ((1 << _NAME_BITS) - 1)
 
     def recall(self, session: str) -> str | None:
         """See `Others.recall`."""
@@ -141,7 +177,7 @@ class SharedLoad:
         return self._names.get(worker) if word - worker == mark else None
 
     def _find(self, session: str) -> tuple[int, int]:
-        name = _hash(session)
+        name = key_of(session)
         return name % len(self._sessions), name >> _NAME_BITS << _NAME_BITS
 
     def _enter(self, key: int) -> None:
@@ -150,16 +186,19 @@ class SharedLoad:
         slot = self._slots[key] = len(self._slots)
         self._mine[_KEYS, slot] = key
         self._mine[_LOADS, slot] = self._mine[_ASSIGNED, slot] = 0
+        fence()
         self._mine[_HEAD, 0] += np.uint64(1)  # last: until now nobody looks there
 
     def _sums(self) -> tuple[_Words, _Words]:
         """Sums of load words and greatest assignments of the others, by position."""
         while True:
             heads = self._rows[:, _HEAD, 0].copy()
+            fence()
             if not np.array_equal(heads, self._heads):
                 self._look_up(heads)
             loads = self._words.take(self._load_at).sum(axis=0, dtype=np.uint64)
             assigned = self._words.take(self._assigned_at).max(axis=0, initial=0)
+            fence()
             if np.array_equal(heads, self._rows[:, _HEAD, 0]):  # else a slot may have become another worker's meanwhile
                 return loads, assigned
 
@@ -181,5 +220,6 @@ def _load(word: int, assigned: int) -> Load:
     return Load(word >> _TOKEN_BITS, word & ((1 << _TOKEN_BITS) - 1), assigned)
 
 
-def _hash(text: str) -> int:
+def key_of(text: str) -> int:
+    """What a worker or a conversation of this identity is known by: 64 bits."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
