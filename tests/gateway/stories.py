@@ -16,6 +16,7 @@ from fake_engine import Answer, FakeEngine, Kv, serve_well
 
 from coterie.core import ExpertCounts
 from coterie.engines.vllm_nixl import VllmNixl
+from coterie.gateway.changes import Changes
 from coterie.gateway.config import GatewayConfig
 from coterie.gateway.gateway import Gateway
 from coterie.gateway.server import serving
@@ -102,6 +103,7 @@ class Cluster:
     gateway: Gateway
     url: str
     admin_url: str
+    changes: Changes
 
     @contextlib.asynccontextmanager
     async def client(self, tls: ssl.SSLContext | None = None) -> AsyncIterator[RawClient]:
@@ -200,6 +202,6 @@ async def cluster(
         fakes(decode, kv, None, answer, tls) as decodes,
         serving(configured(prefills, decodes, **settings), VllmNixl()) as served,
     ):
-        running = Cluster(prefills, decodes, kv, served.gateway, served.url, served.admin_url)
+        running = Cluster(prefills, decodes, kv, served.gateway, served.url, served.admin_url, served.changes)
         running.forget_probes()
         yield running

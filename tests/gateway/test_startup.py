@@ -44,7 +44,7 @@ def profile(tmp_path: Path) -> str:
 @contextlib.asynccontextmanager
 async def started(prefill: list[FakeEngine], decode: list[FakeEngine], **settings: Any) -> AsyncIterator[Cluster]:
     async with serving(configured(prefill, decode, **settings), VllmNixl()) as served:
-        yield Cluster(prefill, decode, prefill[0].kv, served.gateway, served.url, served.admin_url)
+        yield Cluster(prefill, decode, prefill[0].kv, served.gateway, served.url, served.admin_url, served.changes)
 
 
 async def refusal(prefill: list[FakeEngine], decode: list[FakeEngine], **settings: Any) -> CoterieError:

@@ -14,6 +14,8 @@ from coterie.report.tables import printable
 
 _VERBS = {
     "serve": "run the gateway in front of running engines",
+    "workers": "see, add, drain and remove the workers of a running gateway",
+    "reload": "have a running gateway read its configuration and profile again",
     "key": "make an API key for a client of the gateway",
     "engine": "run one worker of the small engine that coterie brings along",
     "up": "run a local cluster: engines and gateway from one YAML file",

@@ -6,13 +6,12 @@ import logging
 import sys
 import typing
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import click
 
 from coterie.engines.vllm_nixl import VllmNixl
-from coterie.gateway.config import FIELDS, GatewayConfig, load_config
+from coterie.gateway.config import FIELDS, GatewayConfig, Source
 from coterie.gateway.processes import run_processes
 from coterie.gateway.server import Serving, run
 
@@ -37,16 +36,17 @@ def _serve(config: str | None, **flags: Any) -> None:
     """Run the gateway in front of running engines.
 
     Every flag can also be a key of the YAML file given with --config, with underscores for dashes; a flag
-    counts more than the file.
+    counts more than the file.  SIGHUP has a running gateway read that file again, see `coterie reload`.
     """
     given = {name: value for name, value in flags.items() if value not in (None, ())}
-    settings = load_config(Path(config) if config else None, given)
+    source = Source(config, given)
+    processes = source.read().processes
     set_up_logging()
-    if settings.processes == 1:
-        run(settings, VllmNixl(), on_ready=lambda served: _announce(describe(served)))
+    if processes == 1:
+        run(source, VllmNixl(), on_ready=lambda served: _announce(describe(served)))
     else:
         command = [sys.executable, "-m", "coterie.cli.serve_process"]
-        run_processes(settings, command, on_ready=_announce)
+        run_processes(source, command, on_ready=_announce)
 
 
 def set_up_logging() -> None:
@@ -68,7 +68,7 @@ def _announce(lines: Iterable[str]) -> None:
 def describe(served: Serving) -> Iterator[str]:
     """One line each: mode, workers, policies, profile, addresses."""
     gateway = served.gateway
-    config, profile = gateway.config, served.profile
+    config, profile = gateway.config, served.changes.inputs.profile
     yield "mode      disaggregated, in vLLM's protocol (kv_transfer_params): decode worker chosen after prefill"
     for worker in gateway.workers:
         yield f"worker    {worker.name} {worker.url} {worker.condition}"

@@ -9,9 +9,10 @@ from coterie.routing import TICK_S, Background
 
 
 async def work(fleet: Fleet) -> None:
-    """Ask the fleet's policy for work for ever; one that has none ends it."""
-    while isinstance(policy := fleet.policy, Background):
+    """Ask the fleet's policy for work for ever, whichever policy it is at the time."""
+    while True:
         await asyncio.sleep(TICK_S)
-        job = policy.due(fleet.ledger.states(), fleet.clock.now())
-        if job is not None:
-            policy.install(await asyncio.to_thread(job.run), fleet.clock.now())
+        if isinstance(policy := fleet.policy, Background):
+            job = policy.due(fleet.ledger.states(), fleet.clock.now())
+            if job is not None:
+                policy.install(await asyncio.to_thread(job.run), fleet.clock.now())

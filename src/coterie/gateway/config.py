@@ -11,6 +11,7 @@ from typing import Any, Literal
 import msgspec
 import yaml
 
+from coterie.core import Role
 from coterie.errors import ConfigError
 from coterie.gateway.pool import split_url
 from coterie.gateway.tls import is_loopback
@@ -89,6 +90,7 @@ class GatewayConfig:
     keep_decisions: int = _option(256, "Decisions kept for the admin side.", fixed=True)
     log_requests: bool = _option(True, "Log one line per request; never its content.")
     startup_timeout_s: float = _option(60.0, "How long to wait for a worker of each role at start.", fixed=True)
+    removal_grace_s: float = _option(300.0, "How long requests of a worker that was removed may go on.")
     shutdown_grace_s: float = _option(30.0, "How long running requests may go on after SIGTERM.")
     connect_timeout_s: float = _option(5.0, "How long a worker may take to accept a connection.")
     prefill_timeout_s: float = _option(300.0, "How long a prefill worker may take to answer.")
@@ -171,6 +173,15 @@ class GatewayConfig:
                 "use --processes 1, or --decode-policy locality or marginal"
             )
 
+    def with_workers(self, role: Role, urls: tuple[str, ...]) -> GatewayConfig:
+        """The same with other workers of a role.
+
+        Raises:
+            ConfigError: there are none, or one is given twice.
+        """
+        replace = dataclasses.replace
+        return replace(self, prefill=urls) if role == "prefill" else replace(self, decode=urls)
+
     @property
     def resolved_decode_policy(self) -> str:
         """The decode policy in effect."""
@@ -223,6 +234,23 @@ def load_config(file: Path | None, flags: Mapping[str, Any]) -> GatewayConfig:
         return msgspec.convert(values, GatewayConfig)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{file or 'flags'}: {error}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a configuration comes from, so that it can be read again.
+
+    Attributes:
+        file: YAML file; None for none.
+        flags: what counts more than the file.
+    """
+
+    file: str | None
+    flags: Mapping[str, Any]
+
+    def read(self) -> GatewayConfig:
+        """See `load_config`."""
+        return load_config(Path(self.file) if self.file else None, self.flags)
 
 
 def read_yaml(file: Path) -> Any:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from coterie.errors import WireError
+from coterie.gateway.config import Source
 
 MAX_FRAME_BYTES = 64 << 20
 _LENGTH = struct.Struct("<I")
@@ -28,12 +29,14 @@ class Setup(msgspec.Struct, frozen=True):
         rows: of the board.
         board: path of the board's memory.
         config: the gateway's configuration.
+        source: where it comes from, to be read again.
     """
 
     process: int
     rows: int
     board: str
     config: dict[str, Any]
+    source: Source
 
 
 class Ready(msgspec.Struct, frozen=True):

@@ -19,6 +19,7 @@ from coterie.gateway.dispatch import Dispatcher
 from coterie.gateway.entrance import Entrance
 from coterie.gateway.journey import Journey, request_id, worker_headers
 from coterie.gateway.metrics import Metrics
+from coterie.gateway.probe import Prober
 from coterie.gateway.seat import Seat
 from coterie.gateway.upstream import Collected, Patience
 from coterie.gateway.workers import Fleet, Worker
@@ -49,6 +50,7 @@ class Gateway:
         metrics: its metrics.
         entrance: lets requests in.
         dispatcher: takes requests through prefill and decode.
+        prober: asks workers whether they can do their part.
         clients: open client connections.
     """
 
@@ -71,6 +73,7 @@ class Gateway:
         self.clients = self._clients.connections
         self.metrics.show("client_connections", "Connections of clients.", lambda: len(self.clients))
         self.metrics.show("body_bytes", "Bytes of the request bodies that are here.", lambda: self.body_bytes)
+        self.prober = Prober(engine, config)
         self._loop = asyncio.get_running_loop()
         self._lines: list[bytes] = []
         self._sweeper = self._loop.call_later(SWEEP_S, self._sweep)
@@ -89,6 +92,7 @@ class Gateway:
         )
         self.entrance.configure(config)
         self.dispatcher.configure(config)
+        self.prober.configure(config)
         for fleet in (self.prefill, self.decode):
             fleet.configure(config)
 

@@ -8,7 +8,6 @@ import logging
 
 from coterie.errors import EngineError
 from coterie.gateway.gateway import Gateway
-from coterie.gateway.probe import Prober
 from coterie.gateway.upstream import UpstreamError
 from coterie.gateway.workers import Worker
 
@@ -30,7 +29,7 @@ class Watch:
         self._gateway = gateway
         self._worker = worker
         self._fleet = gateway.fleet_of(worker)
-        self._prober = Prober(gateway.engine, gateway.config)
+        self._prober = gateway.prober
         self._failures = 0
         self._failing_since_s = 0.0
         self._loop = asyncio.get_running_loop()
@@ -39,10 +38,10 @@ class Watch:
         """Wait and look, without end."""
         worker = self._worker
         while True:
-            worker.alarm.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._pause_s()):
                     await worker.alarm.wait()
+            worker.alarm.clear()
             if worker.breaker.begin_trial(self._fleet.clock.now()):
                 await self._try()
             elif worker.breaker.state == "closed":

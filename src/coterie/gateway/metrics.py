@@ -127,6 +127,7 @@ class Metrics:
         counts_problems: requests routed without counts, by kind.
         not_split: requests whose prompt a decode worker computed, by the reason.
         answered_by_prefill: requests that needed no decode worker, by the reason.
+        reloads: reloads of the configuration, by outcome.
         total_s: seconds from a complete request to the end of its reply.
         first_byte_s: seconds to the first byte of its reply's body (time to first token, where streamed).
         queue_s: seconds that requests which were let in had waited, where there is a bound on those in flight.
@@ -155,6 +156,7 @@ class Metrics:
         self.answered_by_prefill = self._counter(
             "answered_by_prefill", "Requests that a prefill worker answered.", "reason"
         )
+        self.reloads = self._counter("reloads", "Reloads of the configuration.", "outcome")
         self.total_s = self._histogram("request_seconds", "Seconds from a complete request to the reply's end.")
         self.first_byte_s = self._histogram("ttft_seconds", "Seconds to the first byte of the reply's body.")
         self.queue_s = self._histogram("queue_seconds", "Seconds that requests waited for their turn.")

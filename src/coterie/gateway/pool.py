@@ -12,6 +12,9 @@ from coterie.errors import ConfigError
 from coterie.gateway.tls import worker_context
 from coterie.gateway.upstream import Consumer, Patience, Upstream, UpstreamError
 
+Address = tuple[str, int, bytes, bool]
+"""Host, port and path prefix of a worker, and whether it speaks TLS."""
+
 
 class Pool:
     """Sends requests to one worker over kept connections, opening as many as there are requests in flight.
@@ -51,6 +54,11 @@ class Pool:
         self.connect_timeout_s = connect_timeout_s
         self.keep_idle_s = keep_idle_s
         self._idle: list[Upstream] = []
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request is on its way."""
+        return len(self.connections) > len(self._idle)
 
     async def post(self, target: bytes, headers: bytes, body: Body, consumer: Consumer, patience: Patience) -> None:
         """Post `body` and return when the reply is complete.
@@ -138,7 +146,7 @@ def _why(error: ssl.SSLError) -> str:
     return f"TLS failed ({error.reason}); does it serve https?"
 
 
-def split_url(url: str) -> tuple[str, int, bytes, bool]:
+def split_url(url: str) -> Address:
     """Host, port and path prefix of a worker's URL, and whether it is https.
 
     Raises:

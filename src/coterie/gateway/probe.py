@@ -51,6 +51,11 @@ class Prober:
         self._quick = Patience(config.health_timeout_s, config.health_timeout_s)
         self._slow = Patience(config.prefill_timeout_s, config.idle_timeout_s)
 
+    def forget(self, worker: Worker) -> None:
+        """A worker is gone."""
+        self.models.pop(worker.name, None)
+        self.geometries.pop(worker.name, None)
+
     async def check(self, worker: Worker) -> None:
         """See whether a worker is well, and which models it has.
 

@@ -64,10 +64,10 @@ async def _serving(
 
     # Nothing is accepted before `listen`, which comes once this process serves: until then clients get the others.
     with contextlib.closing(seat), reserve(config.host, config.port, "port") as listener:
-        async with serving_on(config, engine, listener, admin, seat) as (gateway, profile):
+        async with serving_on(config, engine, listener, admin, seat, setup.source.read) as changes:
             url = url_of(listener, tls=config.tls_cert is not None)
             admin_url = address_url(config.admin_host, config.admin_port, tls=config.admin_tls)
-            yield Serving(gateway, profile, url, admin_url)
+            yield Serving(changes.gateway, changes, url, admin_url)
 
 
 @contextlib.asynccontextmanager

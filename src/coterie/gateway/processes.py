@@ -16,13 +16,14 @@ import socket
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import msgspec
 import uvloop
 
 from coterie.errors import CoterieError, EngineError
 from coterie.gateway.admin_guard import serving_admin
-from coterie.gateway.config import GatewayConfig
+from coterie.gateway.config import FIELDS, GatewayConfig, Source
 from coterie.gateway.control import Answer, Ask, Ready, Setup, receive, send
 from coterie.gateway.seat import BOARD_PREFIX
 from coterie.gateway.together import together_app
@@ -124,6 +125,7 @@ class Group:
 
     Args:
         config: of the gateway, with the ports that it has.
+        source: where it comes from, with those ports.
         command: what starts a process.
         file: memory of the board.
 
@@ -133,8 +135,9 @@ class Group:
         restarts: how often each was started again.
     """
 
-    def __init__(self, config: GatewayConfig, command: Sequence[str], file: SharedFile) -> None:
+    def __init__(self, config: GatewayConfig, source: Source, command: Sequence[str], file: SharedFile) -> None:
         self.config = config
+        self._source = source
         self.members: dict[int, Member] = {}
         self.restarts = [0] * config.processes
         self._command = command
@@ -202,7 +205,8 @@ class Group:
     async def _keep(self, number: int) -> None:
         """Have a process of this number as long as the gateway serves."""
         while not self._stopping:
-            setup = Setup(number, self.config.processes, str(self._file.path), msgspec.to_builtins(self.config))
+            config = await self._present()
+            setup = Setup(number, self.config.processes, str(self._file.path), config, self._source)
             member = self.members[number] = await Member.start(self._command, setup)
             status = await member.live(partial(self._heard, number, member))
             del self.members[number]
@@ -210,6 +214,18 @@ class Group:
             sweep(BATCHES_PREFIX)
             if not self._stopping:
                 await self._after_death(number, member, status)
+
+    async def _present(self) -> dict[str, Any]:
+        """The configuration in effect: a process that lives knows of changes since the start."""
+        for member in self.members.values():
+            if member.ready is not None:
+                answer = await member.ask("GET", "/config", [], b"")
+                if answer is not None and answer.status == 200:
+                    found = msgspec.json.decode(answer.body)
+                    return {name: found[name] for name in FIELDS}
+        found = msgspec.to_builtins(self.config)
+        assert isinstance(found, dict)
+        return found
 
     def _heard(self, number: int, member: Member) -> None:
         assert member.ready is not None
@@ -232,24 +248,24 @@ class Group:
         await asyncio.sleep(delay_s)
 
 
-def run_processes(config: GatewayConfig, command: Sequence[str], *, on_ready: Callable[[Sequence[str]], None]) -> None:
+def run_processes(source: Source, command: Sequence[str], *, on_ready: Callable[[Sequence[str]], None]) -> None:
     """Serve by several processes until SIGTERM or SIGINT; return when all have ended.
 
     SIGHUP is passed on to all.
 
     Args:
-        config: what to serve; `processes` says by how many.
+        source: of the configuration; its `processes` says by how many.
         command: what starts a process; it is to call `run_process` with its last argument.
         on_ready: called with what the first process has to say of itself, once all serve.
 
     Raises:
         CoterieError: the gateway cannot start, or its processes die again and again.
     """
-    uvloop.run(_run(config, command, on_ready))
+    uvloop.run(_run(source, command, on_ready))
 
 
-async def _run(config: GatewayConfig, command: Sequence[str], on_ready: Callable[[Sequence[str]], None]) -> None:
-    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+async def _run(source: Source, command: Sequence[str], on_ready: Callable[[Sequence[str]], None]) -> None:
+    config, stop, loop = source.read(), asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     with (
@@ -257,8 +273,11 @@ async def _run(config: GatewayConfig, command: Sequence[str], on_ready: Callable
         listen(config.admin_host, config.admin_port, "admin-port") as admin_listener,
         _board(config) as file,
     ):
+        ports = {"port": port_of(reserved), "admin_port": port_of(admin_listener)}
+        taken = {name: port for name, port in ports.items() if not getattr(config, name)}  # any port was to be taken
+        source = Source(source.file, {**source.flags, **taken})
         config = dataclasses.replace(config, port=port_of(reserved), admin_port=port_of(admin_listener))
-        group = Group(config, command, file)
+        group = Group(config, source, command, file)
         loop.add_signal_handler(signal.SIGHUP, group.signal, signal.SIGHUP)
         async with serving_admin(together_app(group), config, admin_listener):
             told = asyncio.create_task(stop.wait())

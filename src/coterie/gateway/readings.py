@@ -38,10 +38,14 @@ async def require_readings(gateway: Gateway) -> None:
 
 
 async def read(gateway: Gateway, worker: Worker) -> None:
-    """Read a decode worker's metrics for ever, for the ledger to note; failures are counted, the first is logged."""
-    interval_s, failing = gateway.config.reading_interval_s, False
+    """Read a decode worker's metrics for ever, where a filter needs them, for the ledger to note.
+
+    Failures are counted, and the first is logged.
+    """
+    failing = False
     while True:
-        if worker.problem is None:
+        interval_s = gateway.config.reading_interval_s
+        if gateway.config.reads_workers and worker.problem is None:
             try:
                 await _observe(gateway, worker)
                 failing = False

@@ -11,22 +11,17 @@ import signal
 import socket
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import uvloop
 from starlette.types import ASGIApp
 
-from coterie.activations import ActivationTrace
-from coterie.calibration import Profile
 from coterie.engines.base import Engine
-from coterie.gateway.access import read_access
 from coterie.gateway.admin import admin_app
 from coterie.gateway.admin_guard import serving_admin
-from coterie.gateway.background import work
-from coterie.gateway.config import GatewayConfig
+from coterie.gateway.changes import Changes
+from coterie.gateway.config import GatewayConfig, Source
 from coterie.gateway.gateway import Gateway
-from coterie.gateway.health import Watch
-from coterie.gateway.readings import read
+from coterie.gateway.inputs import read_inputs
 from coterie.gateway.seat import Seat
 from coterie.gateway.startup import start_up
 from coterie.gateway.tls import CLOSING_S, HANDSHAKE_S
@@ -41,29 +36,31 @@ class Serving:
 
     Attributes:
         gateway: the gateway.
-        profile: what it routes by; None without one.
+        changes: changes it.
         url: where clients reach it.
         admin_url: where its admin side is.
     """
 
     gateway: Gateway
-    profile: Profile | None
+    changes: Changes
     url: str
     admin_url: str
 
 
-def run(config: GatewayConfig, engine: Engine, *, on_ready: Callable[[Serving], None]) -> None:
+def run(source: Source, engine: Engine, *, on_ready: Callable[[Serving], None]) -> None:
     """Serve until SIGTERM or SIGINT; return when running requests have ended or their grace is over.
 
+    On SIGHUP the configuration and its files are read again.
+
     Args:
-        config: what to serve.
+        source: where the configuration comes from.
         engine: the dialect of the workers.
         on_ready: called once clients are served.
 
     Raises:
         CoterieError: the gateway cannot start; nothing was served.
     """
-    uvloop.run(until_told(serving(config, engine), on_ready))
+    uvloop.run(until_told(serving(source.read(), engine, source.read), on_ready))
 
 
 def _settle() -> None:
@@ -79,15 +76,17 @@ def _settle() -> None:
 async def until_told(
     serving: contextlib.AbstractAsyncContextManager[Serving], on_ready: Callable[[Serving], None]
 ) -> None:
-    """Serve until SIGTERM or SIGINT, which may also come before it serves; see `run`."""
+    """Serve until SIGTERM or SIGINT, which may also come before it serves; reload on SIGHUP; see `run`."""
     stop, task, loop = asyncio.Event(), asyncio.current_task(), asyncio.get_running_loop()
     assert task is not None
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, task.cancel)
+    loop.add_signal_handler(signal.SIGHUP, _log.warning, "SIGHUP: still starting, nothing is read again")
     try:
         async with serving as served:
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, stop.set)
+            loop.add_signal_handler(signal.SIGHUP, served.changes.reload_soon)
             on_ready(served)
             _settle()
             await stop.wait()
@@ -97,8 +96,15 @@ async def until_told(
 
 
 @contextlib.asynccontextmanager
-async def serving(config: GatewayConfig, engine: Engine) -> AsyncIterator[Serving]:
+async def serving(
+    config: GatewayConfig, engine: Engine, read: Callable[[], GatewayConfig] | None = None
+) -> AsyncIterator[Serving]:
     """A gateway that serves until the block is left.
+
+    Args:
+        config: what to serve.
+        engine: the dialect of the workers.
+        read: reads the configuration again, for reloads; None where it comes from no file, and stays.
 
     Raises:
         CoterieError: the gateway cannot start; nothing was served.
@@ -111,9 +117,9 @@ async def serving(config: GatewayConfig, engine: Engine) -> AsyncIterator[Servin
         def admin(app: ASGIApp) -> contextlib.AbstractAsyncContextManager[None]:
             return serving_admin(app, config, admin_listener)
 
-        async with serving_on(config, engine, listener, admin) as (gateway, profile):
+        async with serving_on(config, engine, listener, admin, read=read) as changes:
             url = url_of(listener, tls=config.tls_cert is not None)
-            yield Serving(gateway, profile, url, url_of(admin_listener, tls=config.admin_tls))
+            yield Serving(changes.gateway, changes, url, url_of(admin_listener, tls=config.admin_tls))
 
 
 @contextlib.asynccontextmanager
@@ -123,8 +129,9 @@ async def serving_on(
     listener: socket.socket,
     admin: Callable[[ASGIApp], contextlib.AbstractAsyncContextManager[None]],
     seat: Seat | None = None,
-) -> AsyncIterator[tuple[Gateway, Profile | None]]:
-    """A gateway that serves clients on a socket until the block is left, and what it routes by.
+    read: Callable[[], GatewayConfig] | None = None,
+) -> AsyncIterator[Changes]:
+    """A gateway that serves clients on a socket until the block is left, and who changes it.
 
     Args:
         config: what to serve.
@@ -132,19 +139,19 @@ async def serving_on(
         listener: clients' socket; listens once they are served, if it does not yet.
         admin: serves the admin side as long as its block lasts.
         seat: this process's place, where the gateway has several.
+        read: see `serving`.
 
     Raises:
         CoterieError: the gateway cannot start; nothing was served.
     """
-    profile = Profile.load(Path(config.profile)) if config.profile else None
-    access = read_access(config, os.environ)
-    trace = ActivationTrace.load(Path(config.trace)) if config.trace else None
-    gateway = Gateway(config, engine, access=access, seat=seat)
+    inputs = read_inputs(config, os.environ)
+    gateway = Gateway(config, engine, access=inputs.access, seat=seat)
+    changes = Changes(gateway, inputs, read or (lambda: gateway.config))
     try:
-        async with admin(admin_app(gateway)):
-            await start_up(gateway, profile, trace)
-            async with _clients(gateway, listener), _watchers(gateway):
-                yield gateway, profile
+        async with admin(admin_app(changes)):
+            await start_up(gateway, inputs)
+            async with _clients(gateway, listener), changes.running():
+                yield changes
     finally:
         gateway.stop()
 
@@ -165,17 +172,3 @@ async def _clients(gateway: Gateway, listener: socket.socket) -> AsyncIterator[N
     finally:
         server.close()
         await gateway.finish(gateway.config.shutdown_grace_s)
-
-
-@contextlib.asynccontextmanager
-async def _watchers(gateway: Gateway) -> AsyncIterator[None]:
-    endless = [work(gateway.decode), *(Watch(gateway, worker).run() for worker in gateway.workers)]
-    if gateway.config.reads_workers:
-        endless += [read(gateway, worker) for worker in gateway.decode.workers.values()]
-    tasks = [asyncio.create_task(one) for one in endless]
-    try:
-        yield
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Iterator, Sequence
 
-from coterie.activations import ActivationTrace
 from coterie.calibration import Profile
 from coterie.core import ModelGeometry
 from coterie.errors import EngineError, ProfileError
+from coterie.gateway.config import GatewayConfig
 from coterie.gateway.gateway import Gateway
+from coterie.gateway.inputs import Inputs
 from coterie.gateway.probe import ProbeError, Prober
 from coterie.gateway.readings import require_readings
-from coterie.gateway.workers import Worker
+from coterie.gateway.workers import Worker, states_of
 from coterie.routing import LeastLoad, Locality, LocalityRefit, Policy, Reads, make_policy
 
 _POLL_S = 0.5
 _log = logging.getLogger("coterie.gateway")
 
 
-async def start_up(gateway: Gateway, profile: Profile | None, trace: ActivationTrace | None) -> None:
+async def start_up(gateway: Gateway, inputs: Inputs) -> None:
     """Make the policies, wait for the workers, connect each prefill with each decode worker.
 
     Raises:
@@ -27,19 +29,9 @@ async def start_up(gateway: Gateway, profile: Profile | None, trace: ActivationT
         ProfileError: the profile does not fit the workers, and `on_mismatch` is "error".
         ConfigError: a policy is unknown or lacks what it needs.
     """
-    prefill, decode, config = gateway.prefill, gateway.decode, gateway.config
-    prefill.policy = make_policy(config.prefill_policy, prefill.targets)
-    policy = make_policy(
-        config.resolved_decode_policy,
-        decode.targets,
-        profile=profile,
-        trace=trace,
-        tau=config.tau,
-        on_mismatch=config.on_mismatch,
-        refit_window_s=config.refit_window_s,
-    )
-    decode.policy = policy
-    prober = Prober(gateway.engine, config)
+    prefill, decode, config, prober = gateway.prefill, gateway.decode, gateway.config, gateway.prober
+    prefill.policy = prefill_policy(config, prefill.targets)
+    decode.policy = policy = decode_policy(config, inputs, decode.targets)
     await _wait_for_workers(gateway, prober)
     for worker in prefill.available():
         prefill.set_problem(worker, "unhealthy", "not yet probed")
@@ -47,10 +39,7 @@ async def start_up(gateway: Gateway, profile: Profile | None, trace: ActivationT
     _require_each_role(gateway)
     if config.reads_workers:
         await require_readings(gateway)
-    if profile is not None and isinstance(policy, (Locality, LocalityRefit)):
-        decode.policy = _fitting_policy(gateway, prober, profile, policy)
-    elif Reads.COUNTS in policy.reads:
-        _tell_of_missing_counts(prober)
+    decode.policy = fitting_policy(config, inputs, policy, gateway.workers, prober)
     for worker in gateway.workers:
         if worker.problem is not None:
             _log.warning("%s worker %s (%s) is not available: %s", worker.role, worker.name, worker.url, worker.problem)
@@ -103,8 +92,15 @@ def _require_each_role(gateway: Gateway) -> None:
             )
 
 
-def _tell_of_missing_counts(prober: Prober) -> None:
-    for name, geometry in prober.geometries.items():
+def _geometries(workers: Sequence[Worker], prober: Prober) -> Iterator[tuple[str, ModelGeometry | str]]:
+    """What probes showed of each prefill worker that was probed."""
+    for worker in workers:
+        if worker.role == "prefill" and worker.name in prober.geometries:
+            yield worker.name, prober.geometries[worker.name]
+
+
+def _tell_of_missing_counts(workers: Sequence[Worker], prober: Prober) -> None:
+    for name, geometry in _geometries(workers, prober):
         if not isinstance(geometry, ModelGeometry):
             _log.warning(
                 "prefill worker %s: %s; its requests are routed by load only: start it with coterie's CountsConnector",
@@ -113,26 +109,63 @@ def _tell_of_missing_counts(prober: Prober) -> None:
             )
 
 
-def _fitting_policy(gateway: Gateway, prober: Prober, profile: Profile, policy: Policy) -> Policy:
-    """The policy, if the profile fits what the workers showed; else load only, where that is allowed."""
-    problem = _misfit(gateway, prober, profile)
+def prefill_policy(config: GatewayConfig, workers: Sequence[Worker]) -> Policy:
+    """How to choose among prefill workers.
+
+    Raises:
+        ConfigError: the policy is unknown.
+    """
+    return make_policy(config.prefill_policy, states_of(workers))
+
+
+def decode_policy(config: GatewayConfig, inputs: Inputs, workers: Sequence[Worker]) -> Policy:
+    """How to choose among decode workers, as far as the configuration tells; it may take a while.
+
+    Raises:
+        ConfigError: the policy is unknown or lacks what it needs.
+        ProfileError: the profile does not fit the number of workers, and `on_mismatch` is "error".
+    """
+    return make_policy(
+        config.resolved_decode_policy,
+        states_of(workers),
+        profile=inputs.profile,
+        trace=inputs.trace,
+        tau=config.tau,
+        on_mismatch=config.on_mismatch,
+        refit_window_s=config.refit_window_s,
+    )
+
+
+def fitting_policy(
+    config: GatewayConfig, inputs: Inputs, policy: Policy, workers: Sequence[Worker], prober: Prober
+) -> Policy:
+    """The policy, if the profile fits what the workers showed; else load only, where that is allowed.
+
+    Raises:
+        ProfileError: it does not fit, and `on_mismatch` is "error".
+    """
+    if inputs.profile is None or not isinstance(policy, (Locality, LocalityRefit)):
+        if Reads.COUNTS in policy.reads:
+            _tell_of_missing_counts(workers, prober)
+        return policy
+    problem = _misfit(inputs.profile, workers, prober)
     if problem is None:
         return policy
-    if gateway.config.on_mismatch == "error":
+    if config.on_mismatch == "error":
         raise ProfileError(f"{problem}, or route by load alone with --on-mismatch load")
     _log.warning("%s; routing by load only", problem)
     return LeastLoad("load only: profile mismatch", problem)
 
 
-def _misfit(gateway: Gateway, prober: Prober, profile: Profile) -> str | None:
-    for worker in gateway.workers:
+def _misfit(profile: Profile, workers: Sequence[Worker], prober: Prober) -> str | None:
+    for worker in workers:
         models = prober.models.get(worker.name)
         if models is not None and profile.model not in models:
             return (
                 f"the profile is of model {profile.model!r}, {worker.role} worker {worker.name} serves "
                 f"{', '.join(map(repr, models))}; use the profile of that model"
             )
-    for name, geometry in prober.geometries.items():
+    for name, geometry in _geometries(workers, prober):
         if not isinstance(geometry, ModelGeometry):
             return f"prefill worker {name}: {geometry}; start it with coterie's CountsConnector"
         if geometry != profile.geometry:

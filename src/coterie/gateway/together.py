@@ -18,6 +18,7 @@ from starlette.routing import Route
 
 from coterie.gateway.config import GatewayConfig
 from coterie.gateway.control import Answer
+from coterie.gateway.http1 import error_body
 
 MAX_BODY_BYTES = 1 << 20
 
@@ -51,10 +52,10 @@ def together_app(group: Together) -> Starlette:
     async def answer(request: Request) -> Response:
         body = await _body(request)
         if body is None:
-            return JSONResponse({"error": f"the body is larger than {MAX_BODY_BYTES} bytes"}, 413)
+            return _error(413, f"the body is larger than {MAX_BODY_BYTES} bytes", "invalid_request_error")
         answers = await _ask_all(group, request, body)
         if not answers:
-            return JSONResponse({"status": "unavailable", "error": "no process answers"}, 503)
+            return _error(503, "no process answers", "unavailable_error")
         path = request.url.path
         if path == "/health":
             return _first(answers, lambda answer: answer.status == 200)
@@ -63,10 +64,10 @@ def together_app(group: Together) -> Starlette:
             return _response(refused[0])
         if path == "/metrics":
             return Response(_metrics(group, answers), headers={"content-type": CONTENT_TYPE_LATEST})
+        if request.method != "GET" or path not in _MERGED:
+            return _first(answers, lambda _: True)  # all have made the same change, or tell the same
         said = {number: msgspec.json.decode(answer.body) for number, answer in answers.items()}
-        if path in _MERGED:
-            return JSONResponse(_MERGED[path](said, group.config))
-        return JSONResponse({"processes": [{"process": number, "answer": one} for number, one in said.items()]})
+        return JSONResponse(_MERGED[path](said, group.config))
 
     return Starlette(routes=[Route("/{path:path}", answer, methods=["GET", "POST", "PUT", "DELETE"])])
 
@@ -93,6 +94,10 @@ def _first(answers: Mapping[int, Answer], wanted: Callable[[Answer], bool]) -> R
     return _response(next(filter(wanted, answers.values()), next(iter(answers.values()))))
 
 
+def _error(status: int, message: str, kind: str) -> Response:
+    return Response(error_body(message, kind), status, media_type="application/json")
+
+
 def _response(answer: Answer) -> Response:
     response = Response(answer.body, answer.status)
     response.raw_headers[:] = answer.headers
@@ -100,6 +105,9 @@ def _response(answer: Answer) -> Response:
 
 
 # --- JSON ---
+
+_STATES = ("gone", "available", "drained", "draining", "leaving", "unavailable")
+"""Of a worker, those that others come before."""
 
 
 def _workers(said: Said, config: GatewayConfig) -> Any:
@@ -112,6 +120,7 @@ def _workers(said: Said, config: GatewayConfig) -> Any:
                 known["connections"] += row["connections"]
                 known["available"] = known["available"] and row["available"]
                 known["problem"] = known["problem"] or row["problem"]
+                known["state"] = max(known["state"], row["state"], key=_STATES.index)
     return {"workers": list(rows.values())}
 
 

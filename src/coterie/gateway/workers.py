@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from math import ceil
 from typing import Literal
@@ -14,14 +14,14 @@ from coterie.errors import NoWorkerError
 from coterie.gateway.access import NO_ACCESS, Access
 from coterie.gateway.breaker import Breaker, BreakerRules
 from coterie.gateway.config import GatewayConfig
-from coterie.gateway.pool import Pool
+from coterie.gateway.pool import Address, Pool, split_url
 from coterie.gateway.seat import Seat
 from coterie.routing import Filter, KvHeadroom, Ledger, Policy, Sharing, no_queue, random_stream, route
 
 RETRY_AFTER_S = 3
 """When to ask again after workers whom health checks have taken out."""
 
-Reason = Literal["unhealthy", "breaker open", "draining"]
+Reason = Literal["unhealthy", "breaker open", "draining", "removed"]
 """Why a worker is not used.  Each holds for itself: a worker is used when none does."""
 
 
@@ -49,7 +49,7 @@ class Worker:
     """One prefill or decode server.
 
     Attributes:
-        name: unique name, such as "decode-0"; what clients may see.
+        name: unique name, such as "decode-0"; what clients may see.  A worker at another URL never has it.
         role: "prefill" or "decode".
         url: where it is; what clients may not see.
         pool: its connections.
@@ -92,13 +92,20 @@ class Worker:
             return self.problem
         return f"available, {_COMES_BY_KV[self.transfer.fetches]}" if self.role == "decode" else "available"
 
+    def begin_anew(self) -> None:
+        """What was known of how well it is no longer counts: it is looked at now, and probed before it is used."""
+        self.breaker = Breaker(self.breaker.rules)
+        self.problems = {"unhealthy": "not yet checked"}
+        self.alarm.set()
+
 
 class Fleet:
     """The workers of one role, with the ledger of what each holds and the policy that chooses among them.
 
     Attributes:
         role: "prefill" or "decode".
-        workers: by name.
+        workers: by name, with those that were removed and still have requests.
+        targets: the workers without those, in the order of the configuration.
         ledger: who holds what.
         clock: the ledger's and the policy's.
     """
@@ -114,10 +121,13 @@ class Fleet:
     ) -> None:
         self.role = role
         self.clock = clock
-        self.workers = {f"{role}-{i}": Worker(f"{role}-{i}", role, url, config, access) for i, url in enumerate(urls)}
-        self.targets = [WorkerState(name=name, group=name, available=False) for name in self.workers]
+        self.workers: dict[str, Worker] = {}
+        self._names: dict[Address, str] = {}  # of all that there ever were
+        self._access = access
+        self.targets: tuple[Worker, ...] = self.at(urls, config)
+        self._place(self.targets)
         self.ledger = Ledger(
-            self.targets,
+            states_of(self.targets),
             clock,
             sessions=config.keep_sessions if role == "decode" else 0,
             others=None if seat is None else seat.others(role, self._url_of),
@@ -142,10 +152,14 @@ class Fleet:
 
     @policy.setter
     def policy(self, policy: Policy) -> None:
-        if self._seat is not None and isinstance(policy, Sharing):
-            policy.share(self._seat.share(self._url_of))
+        self._share(policy)
         self._policy = policy
         self.ledger.follow(policy)
+
+    def _share(self, policy: Policy) -> None:
+        """Let a policy know of the requests of the gateway's other processes."""
+        if self._seat is not None and isinstance(policy, Sharing):
+            policy.share(self._seat.share(self._url_of))
 
     def choose(self, request: RouteRequest, avoid: Set[str] = frozenset()) -> tuple[Worker, Decision]:
         """Choose an available worker.
@@ -192,6 +206,51 @@ class Fleet:
             worker.problems[reason] = problem
         self.ledger.set_available(worker.name, not worker.problems)
 
+    # --- who the workers are ---
+
+    def at(self, urls: Sequence[str], config: GatewayConfig) -> tuple[Worker, ...]:
+        """The workers at these URLs: those that are here, and new ones for the rest.  Nothing changes yet.
+
+        Raises:
+            ConfigError: a URL is none.
+        """
+        names = dict(self._names)
+        for url in urls:
+            names.setdefault(split_url(url), f"{self.role}-{len(names)}")
+        named = [(names[split_url(url)], url) for url in urls]
+        return tuple(
+            self.workers.get(name) or Worker(name, self.role, url, config, self._access) for name, url in named
+        )
+
+    def retarget(self, workers: Sequence[Worker], policy: Policy) -> None:
+        """Let these be the workers from now on, chosen among by a policy made for them.
+
+        Those that are taken out get no further request, and are kept until `forget`.  Those that come, or come back
+        before that, are used once their health was checked and they were probed.
+        """
+        before, self.targets = self.targets, tuple(workers)
+        self._place([*workers, *(worker for worker in self.workers.values() if worker not in workers)])
+        self._share(policy)
+        self.ledger.retarget(states_of(workers), policy)
+        self._policy = policy
+        for worker in before:
+            if worker not in workers:
+                self.set_problem(worker, "removed", "was removed, and ends what it has")
+        for worker in workers:
+            if worker not in before:
+                worker.begin_anew()
+                self.ledger.set_available(worker.name, False)
+
+    def forget(self, worker: Worker) -> None:
+        """Forget a worker that was taken out and has nothing left to do."""
+        self.ledger.forget(worker.name)
+        del self.workers[worker.name]
+        worker.pool.close()
+
+    def _place(self, workers: Sequence[Worker]) -> None:
+        self.workers = {worker.name: worker for worker in workers}
+        self._names |= {split_url(worker.url): worker.name for worker in workers}
+
     # --- the breaker ---
 
     def failed(self, worker: Worker, problem: str, *, refused: bool = False) -> bool:
@@ -231,6 +290,11 @@ class Fleet:
         """Whole seconds after which a worker may be back: when the first trial is due, else a guess."""
         due = [worker.breaker.until_s for worker in self.workers.values() if worker.breaker.state != "closed"]
         return max(1, ceil(min(due) - self.clock.now())) if due else RETRY_AFTER_S
+
+
+def states_of(workers: Sequence[Worker]) -> list[WorkerState]:
+    """The workers as targets of a policy: each is a group of its own, and holds nothing."""
+    return [WorkerState(name=worker.name, group=worker.name, available=False) for worker in workers]
 
 
 def _breaker_rules(config: GatewayConfig) -> BreakerRules:
