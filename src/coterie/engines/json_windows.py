@@ -28,7 +28,7 @@ T = TypeVar("T")
 Turns = Generator[None, None, T]
 """Work that stops after each small part of it, so that others get their turn; what it returns is the result."""
 
-WINDOW_BYTES = 16 << 10
+WINDOW_BYTES = 32 << 10
 MOST_UNCUT_BYTES = 64 << 10
 """Longest number, and longest run of white space."""
 

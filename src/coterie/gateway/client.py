@@ -32,6 +32,8 @@ _LINGERING = 256
 PIECE_BYTES = 16 << 10
 """How much is parsed before others get their turn: at most a millisecond's work, if it is chunks of a byte."""
 
+_KEPT_BYTES = 64 << 10
+
 _DRAIN_S = 5.0
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _CLOSING: Header = (b"connection", b"close")
@@ -441,7 +443,7 @@ class ClientConnection(asyncio.Protocol):
         self._check_body_size(self._body_size)
         self._piece.append(data)
         self._piece_size += len(data)
-        if self._piece_size >= PIECE_BYTES:  # chunks of a byte each are not to take a hundred times their size
+        if self._piece_size >= _KEPT_BYTES:  # chunks of a byte each are not to take a hundred times their size
             self._end_piece()
 
     def _end_piece(self) -> None:

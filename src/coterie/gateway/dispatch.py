@@ -100,6 +100,7 @@ class Dispatcher:
         finally:
             del self.running[journey]
             self.handoffs.end(journey, left=left)
+            self._turnstile.let_go(journey.request.body)
 
     async def _serve(self, journey: Journey, call: Call, asked: RouteRequest) -> None:
         """Leg by leg: a leg that fails says from which the request goes on, until one has answered the client."""

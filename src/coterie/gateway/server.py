@@ -63,7 +63,7 @@ def run(source: Source, engine: Engine, *, on_ready: Callable[[Serving], None]) 
     uvloop.run(until_told(serving(source.read(), engine, source.read), on_ready))
 
 
-def _settle() -> None:
+def settle() -> None:
     """Spare the garbage collector what lives as long as the process, and most of its runs over what soon dies anyway.
 
     Requests leave no cycles behind but where they failed.
@@ -88,7 +88,7 @@ async def until_told(
                 loop.add_signal_handler(number, stop.set)
             loop.add_signal_handler(signal.SIGHUP, served.changes.reload_soon)
             on_ready(served)
-            _settle()
+            settle()
             await stop.wait()
             _log.info("stopping: running requests have %g s to end", served.gateway.config.shutdown_grace_s)
     except asyncio.CancelledError:
