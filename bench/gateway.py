@@ -1,6 +1,6 @@
 """CPU and latency of the gateway on mock workers, beside vllm-router where it is installed.
 
-    python bench/gateway.py [--vllm-router PATH] [--rounds 5] [--json FILE]
+    python bench/gateway.py [--vllm-router PATH] [--rounds 5] [--loads one two 64 512 2048] [--json FILE]
 
 The workers and the load generator are small C programs, so that they are never the bottleneck.  All contenders
 run in the same rounds, one after another; the table gives medians, with the lowest and highest round.
@@ -51,8 +51,14 @@ class Load:
     token_us: int
 
 
-TWO_TOKENS = [Load("two tokens, c=2", "whole.json", 2, 4000, 0), Load("two tokens, c=32", "whole.json", 32, 10000, 0)]
-STREAMS = [Load("64 streams", "stream.json", 64, 128, 20000), Load("512 streams", "stream.json", 512, 1024, 20000)]
+LOADS = {
+    # the prefill worker has the only token when the prompt is done, so coterie asks no decode worker
+    "one": [Load("one token, c=2", "one.json", 2, 4000, 0), Load("one token, c=32", "one.json", 32, 10000, 0)],
+    "two": [Load("two tokens, c=2", "whole.json", 2, 4000, 0), Load("two tokens, c=32", "whole.json", 32, 10000, 0)],
+    "64": [Load("64 streams", "stream.json", 64, 128, 20000)],
+    "512": [Load("512 streams", "short.json", 512, 1024, 100_000)],
+    "2048": [Load("2048 streams", "short.json", 2048, 4096, 400_000)],
+}
 
 
 def build(folder: Path) -> None:
@@ -149,14 +155,16 @@ def measure(folder: Path, load: Load, port: int, pid: int | None) -> dict[str, f
     result = generate(folder, load, port, load.requests)
     spent_s = cpu_s(pid) - before if pid else 0.0
     row = {"p50_ms": result["p50"], "p99_ms": result["p99"]}
-    if load in STREAMS:
+    if load.token_us:
         row = {"gap_p999_ms": result["gap999"], "gap_max_ms": result["gapmax"], "ttft_p50_ms": result["ttf50"]}
         return {"cpu_us_per_chunk": spent_s * 1e6 / result["chunks"], **row}
     return {"cpu_s_per_1000": spent_s * 1000 / load.requests, **row}
 
 
-def run_round(folder: Path, contenders: list[str], router: str | None) -> Iterator[tuple[str, str, dict[str, float]]]:
-    for loads in (TWO_TOKENS, STREAMS):
+def run_round(
+    folder: Path, contenders: list[str], names: list[str], router: str | None
+) -> Iterator[tuple[str, str, dict[str, float]]]:
+    for loads in (LOADS[name] for name in names):
         with workers(folder, loads[0].token_us) as ports:
             for contender in contenders:
                 if contender == "direct":
@@ -197,9 +205,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vllm-router", metavar="PATH", help="its command, to compare with")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--loads", nargs="*", choices=LOADS, default=list(LOADS), metavar="LOAD")
     parser.add_argument("--json", metavar="FILE", type=Path)
     arguments = parser.parse_args()
-    contenders = ["direct", "coterie round_robin", "coterie locality"]
+    contenders = ["direct", "coterie round_robin", "coterie locality", "coterie marginal"]
     if arguments.vllm_router:
         contenders.append("vllm-router")
     rows: list[tuple[str, str, dict[str, float]]] = []
@@ -208,7 +217,7 @@ def main() -> None:
         build(folder)
         write_profile(folder / "profile.safetensors")
         for _ in range(arguments.rounds):
-            rows += run_round(folder, contenders, arguments.vllm_router)
+            rows += run_round(folder, contenders, arguments.loads, arguments.vllm_router)
     table = summarise(rows)
     print(f"{arguments.rounds} rounds on {os.cpu_count()} cores, load average {os.getloadavg()[0]:.1f}")
     show(table)
