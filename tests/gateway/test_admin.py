@@ -81,7 +81,7 @@ async def test_a_reload_says_what_it_changed() -> None:
         ("POST", "/workers", {"json": {}}, 400, "role"),
         ("POST", "/workers", {"json": {"role": "x", "url": "http://a:1"}}, 400, "x"),
         ("POST", "/workers", {"json": {"role": "decode", "url": 7}}, 400, "url"),
-        ("POST", "/workers", {"json": {"role": "decode", "url": "a"}}, 400, "http://HOST:PORT"),
+        ("POST", "/workers", {"json": {"role": "decode", "url": "a"}}, 400, "://HOST:PORT"),
         ("POST", "/workers", {"json": {"role": "decode", "url": "http://a:1", "x": 1}}, 400, "x"),
         ("POST", "/workers", {"content": b"{", "headers": JSON}, 400, "the body"),
         ("POST", "/workers", {"content": b"\xff", "headers": JSON}, 400, "the body"),
