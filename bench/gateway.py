@@ -125,8 +125,8 @@ def command_of(contender: str, folder: Path, ports: list[int], port: int, router
         flags = ["--vllm-pd-disaggregation", *urls, "--policy", "round_robin", "--log-level", "error"]
         return [str(router), "--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(side), *flags]
     serve = [sys.executable, "-m", "coterie", "serve", "--port", str(port), "--admin-port", str(side), *urls]
-    policy = contender.removeprefix("coterie ")
-    return [*serve, "--decode-policy", policy, "--profile", str(folder / "profile.safetensors")]
+    policy, *flags = contender.removeprefix("coterie ").split()
+    return [*serve, *flags, "--decode-policy", policy, "--profile", str(folder / "profile.safetensors")]
 
 
 def cpu_s(pid: int) -> float:

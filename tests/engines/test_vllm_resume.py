@@ -230,6 +230,21 @@ def test_hidden_tokens_leave_every_other_byte_as_it_came(text: str, ids: list[in
         assert transcript.add(b"data: " + raw) == b"data: " + expected
 
 
+tricky = st.text() | st.sampled_from(['"', "\\", '\\"', '"},"logprobs":null', "]}]}", '"token_ids":[1', "x" * 300])
+
+
+@given(st.lists(st.tuples(tricky, st.lists(st.integers(0, 1 << 31), max_size=2), st.sampled_from([None, "stop"]))))
+def test_events_are_read_alike_whether_or_not_they_are_like_the_last(rows: list[Any]) -> None:
+    transcript = engine.transcript(call_of({}, chat=False), LIMIT)
+    transcript.add(completion_event([3], "plain", prompt=[1]))  # from now on those like it are read in the short way
+    ids = [3]
+    for text, new, finish in rows:
+        event = completion_event(new, text, finish_reason=finish)
+        assert transcript.add(event) == completion_event(None, text, finish_reason=finish)
+        ids += new
+    assert transcript._ids.tolist() == ids
+
+
 @pytest.mark.parametrize("event", [b": a comment", b"", b"event: x", b"data: [DONE]", b"data: 7"])
 def test_what_is_no_event_of_an_output_passes(event: bytes) -> None:
     transcript = engine.transcript(call_of({}, chat=False), LIMIT)

@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 
 from coterie.engines.base import Call, Fields
-from coterie.engines.vllm_events import DATA, DONE, IDS_KEY, PROMPT_IDS_KEY, Choice, hide, listed, read_event
+from coterie.engines.vllm_events import DATA, DONE, IDS_KEY, PROMPT_IDS_KEY, Alike, Choice, hide, listed, read_event
 from coterie.errors import EngineError, UnresumableError
 
 PARAMS = "kv_transfer_params"
@@ -149,7 +149,15 @@ class _Marks:
             self._shown.append(self._chars)
             self._tokens.append(tokens)
         else:
-            self._shown[0], self._tokens[0] = self._chars, tokens
+            self.move(tokens)
+
+    def move(self, tokens: int) -> None:
+        """After so many tokens all text is out; without stop strings only."""
+        self._shown[0], self._tokens[0] = self._chars, tokens
+
+    def is_at(self, tokens: int) -> bool:
+        """Whether the mark is after so many tokens, and without stop strings."""
+        return self._tokens[0] == tokens > 0
 
     def last(self) -> tuple[int, int | None]:
         """Tokens before the mark, and how many characters a worker that goes on from there shows again.
@@ -171,8 +179,8 @@ class VllmTranscript:
     """
 
     __slots__ = (
-        "_again", "_asked_ids", "_chat", "_greedy", "_identity", "_ids", "_limit", "_marks", "_moved", "_problem",
-        "_prompt", "_resumed", "_role_sent", "_skip", "_usage_sent", "_whole", "call", "closed", "finished",
+        "_again", "_alike", "_asked_ids", "_chat", "_greedy", "_identity", "_ids", "_limit", "_marks", "_moved",
+        "_problem", "_prompt", "_resumed", "_role_sent", "_skip", "_usage_sent", "_whole", "call", "closed", "finished",
     )  # fmt: skip
 
     def __init__(self, call: Call, limit_tokens: int, *, chat: bool) -> None:
@@ -188,6 +196,7 @@ class VllmTranscript:
         self._prompt = b""  # its token ids in JSON, as they will be sent
         self._ids = array("I")  # of the output
         self._marks = _Marks(call.fields)
+        self._alike: Alike | None = None
         self._role_sent = False
         self._usage_sent = False
         # Of the worker that goes on:
@@ -204,6 +213,14 @@ class VllmTranscript:
 
     def add(self, event: bytes) -> bytes:
         """Take in an event; see `Transcript.add`."""
+        alike = None if self._alike is None else self._alike.read(event)
+        if alike is not None:
+            token, hidden = alike
+            self._ids.append(token)
+            self._marks.move(len(self._ids))
+            if len(self._ids) > self._limit:
+                self._give_up(f"its output has over {self._limit} tokens")
+            return event if self._asked_ids else hidden
         if not event.startswith(_OBJECT):
             self.closed = self.closed or event == DONE
             return event
@@ -217,6 +234,8 @@ class VllmTranscript:
             raise EngineError(f"its stream holds an event that cannot be read: {error}") from None
         if choice is not None and self._problem is None:
             self._note(choice)
+            if self._alike is None and self._marks.is_at(len(self._ids)):
+                self._alike = Alike.like(event, choice)
         return event if self._asked_ids else hide(event, IDS_KEY)
 
     # --- what comes ---
@@ -273,6 +292,7 @@ class VllmTranscript:
     def _give_up(self, problem: str) -> None:
         self._problem = problem
         self._prompt = b""
+        self._alike = None
         del self._ids[:]
 
     # --- going on ---
@@ -292,7 +312,7 @@ class VllmTranscript:
         again = self._ids[mark:] if self._asked_ids or skip is not None else array("I")
         if again and not self._greedy:
             raise UnresumableError("it is sampled, and what was sent of it does not end with a token")
-        self._resumed, self._moved, self._skip = True, mark, skip
+        self._resumed, self._moved, self._skip, self._alike = True, mark, skip, None
         self._ids, self._again = self._ids[:mark], again
         self.call = self._rest(mark)
         return self.call

@@ -33,7 +33,7 @@ class EventRelay(Relay):
         first_byte_s: when an earlier worker's first byte was relayed; None where there was none.
     """
 
-    __slots__ = ("_ended", "_partial", "_streams", "_transcript")
+    __slots__ = ("_chunks", "_ended", "_partial", "_streams", "_transcript")
 
     def __init__(
         self,
@@ -50,6 +50,7 @@ class EventRelay(Relay):
         self._partial = bytearray()
         self._streams = True
         self._ended = False
+        self._chunks = not reply.request.http10
 
     @property
     def cut_short(self) -> bool:
@@ -72,9 +73,10 @@ class EventRelay(Relay):
         if not self._streams:
             super().on_body(data)
             return
-        if self._payload is not None:
-            data = b"".join(self._payload)
-            self._payload.clear()
+        payload = self._payload
+        if payload is not None:
+            data = payload[0] if len(payload) == 1 else b"".join(payload)
+            payload.clear()
         if self._pace is not None:
             self._pace.add(data)
         if self._partial or not data.endswith(EVENT_END):
@@ -136,9 +138,9 @@ class EventRelay(Relay):
             return
         self._ended = last
         data = EVENT_END.join((*events, b"")) if events else b""
-        if not self._reply.request.http10:
-            chunk = b"%x\r\n%b\r\n" % (len(data), data) if data else b""
-            data = chunk + _LAST_CHUNK if last else chunk
+        if self._chunks:
+            data = b"%x\r\n%b\r\n" % (len(data), data) if data else b""
+            data = data + _LAST_CHUNK if last else data
         if self.first_byte_s is None:
             self._start(data)
         else:
@@ -150,9 +152,8 @@ class EventRelay(Relay):
             return
         assert self.head is not None
         self.first_byte_s = self._loop.time()
-        chunked = not self._reply.request.http10
-        headers = (*(CHUNKED if chunked else ()), *self._headers)
-        self._reply.start(self.head.status, headers, first, framed=chunked, lines=_without_length(self.head))
+        headers = (*(CHUNKED if self._chunks else ()), *self._headers)
+        self._reply.start(self.head.status, headers, first, framed=self._chunks, lines=_without_length(self.head))
 
 
 def _without_length(head: ResponseHead) -> bytes:
