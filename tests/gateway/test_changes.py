@@ -139,7 +139,7 @@ async def test_a_removed_workers_requests_are_cut_when_its_grace_is_over() -> No
         assert found.status == 504
         assert "decode-0 was removed" in found.json["error"]["message"]
         await eventually(lambda: cluster.names() == ["decode-1"])
-        assert not [worker for worker in cluster.gateway.workers if worker.pool.busy]
+        await eventually(lambda: not any(worker.pool.busy for worker in cluster.gateway.workers))
         await cluster.available("decode-1")
 
 

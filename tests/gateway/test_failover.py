@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import httpx
 import pytest
 from fake_engine import Answer, Exchange, FakeEngine, die_after, garbage, hang, refuse, reset, serve_well
 from stories import Cluster, cluster, eventually, story
@@ -217,3 +218,19 @@ async def test_the_log_tells_who_failed_a_request(caplog: pytest.LogCaptureFixtu
         await answered_well(running)
         running.decode[0].answer = serve_well
     assert '"retries":["decode-0: closed"]' in caplog.text
+
+
+@story
+async def test_the_admin_side_and_the_metrics_show_an_open_breaker() -> None:
+    async with cluster(health_interval_s=60, breaker_open_s=60, breaker_most_open_s=60) as running:
+        where = {"role": "decode", "worker": "decode-0"}
+        assert running.metric("breaker_open", **where) == 0
+        await running.decode[0].stop()
+        assert (await running.post(ASK)).status == 200
+        assert running.metric("breaker_open", **where) == 1
+        assert running.metric("worker_available", **where) == 0
+        async with httpx.AsyncClient(base_url=running.admin_url) as admin:
+            rows = {row["name"]: row for row in (await admin.get("/workers")).json()["workers"]}
+        assert rows["decode-0"]["breaker"] == "open"
+        assert "refused the connection" in rows["decode-0"]["problem"]
+        assert rows["decode-1"]["breaker"] == "closed"

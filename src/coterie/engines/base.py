@@ -252,7 +252,7 @@ class Engine(Protocol):
         ...
 
     def refusal(self, handoff: Handoff) -> tuple[str, Body]:
-        """Path and body of a request that a decode server refuses, having the prefill server free the handoff.
+        """Path and body of a request that a decode server answers with 404, having the prefill server free the handoff.
 
         It costs neither of them anything, but has this effect only where the two have exchanged KV before.
         """

@@ -125,6 +125,7 @@ class _Admin:
             state=self._state(fleet, worker),
             available=state.available,
             problem=worker.problem,
+            breaker=worker.breaker.state,
             requests=state.requests,
             tokens=state.tokens,
             transfer=worker.transfer if worker.role == "decode" else None,

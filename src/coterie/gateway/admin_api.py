@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from coterie.core import Reading, Role
+from coterie.gateway.breaker import State as BreakerState
 from coterie.gateway.workers import Transfer
 
 State = Literal["available", "unavailable", "draining", "drained", "leaving", "gone"]
@@ -35,6 +36,9 @@ class WorkerRow(msgspec.Struct):
     ]
     available: bool
     problem: str | None
+    breaker: Annotated[
+        BreakerState, msgspec.Meta(description="open: the worker failed requests, and gets none for a while.")
+    ]
     requests: Annotated[int, msgspec.Meta(ge=0)]
     tokens: Annotated[int, msgspec.Meta(ge=0)]
     transfer: Transfer | None

@@ -178,7 +178,7 @@ class Changes:
 
     def busy(self, worker: Worker) -> bool:
         """Whether a worker has requests of this gateway, or KV of one that a decode worker is to take."""
-        keeps = any(held.prefill == worker.name for held in self.gateway.dispatcher.handoffs.open)
+        keeps = self.gateway.dispatcher.handoffs.kept_by(worker.name)
         return keeps or worker.pool.busy or not self.gateway.fleet_of(worker).holds_nothing(worker)
 
     # --- how -----------------------------------------------------------------------------------------

@@ -58,6 +58,8 @@ class DecodeLeg:
         body = self._engine.decode_body(journey.followed.transcript.call if journey.followed else call, handoff)
         pace = Pace(self._fleet.clock) if self._fleet.ledger.followed else None
         relay = journey.relay = relay_for(journey, self._loop, pace)
+        if journey.held is not None:
+            journey.held.relay = relay
         journey.window = "decode"
         journey.decode_start_s = self._loop.time()
         with self._fleet.ledger.lease(worker.name, routed) as lease:

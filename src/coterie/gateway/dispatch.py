@@ -21,7 +21,7 @@ from coterie.gateway.prefill_leg import PrefillLeg
 from coterie.gateway.retry import Budget, LegFailed, next_leg
 from coterie.gateway.turns import Turnstile
 from coterie.gateway.upstream import Patience, UpstreamError
-from coterie.gateway.workers import Fleet, Worker
+from coterie.gateway.workers import Fleet
 from coterie.routing import PREFIX_BYTES, Reads
 
 
@@ -64,10 +64,6 @@ class Dispatcher:
             if now_s > journey.request.arrived_s + self._config.request_timeout_s and not journey.late:
                 journey.late = True
                 task.cancel()
-
-    def drained(self, worker: Worker) -> bool:
-        """Whether no request of this gateway needs a worker any more, nor KV that it keeps."""
-        return self._fleets[worker.role].holds_nothing(worker) and not self.handoffs.kept_by(worker.name)
 
     async def dispatch(self, journey: Journey) -> None:
         """Serve one request.  Being cancelled means that the client has left, or that the request's time is over.
@@ -150,9 +146,7 @@ class Dispatcher:
             EngineError: it does not go on.
         """
         journey.tries.note(failure)
-        relay = journey.relay
         self.handoffs.end(journey, left=False)
-        journey.relay = relay  # the client's side of the stream outlives the worker's
         return self._continuations.go_on(journey, failure, lambda: self._hindrance(journey, failure.role))
 
     def _hindrance(self, journey: Journey, role: Role) -> str | None:

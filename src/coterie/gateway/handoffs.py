@@ -36,9 +36,10 @@ class Held:
         journey: the same on its way.
         prefill: name of the worker that keeps the KV.
         since_s: when it answered, on the loop's clock.
+        relay: the reply of the decode worker that was last given it; None if none was.
     """
 
-    __slots__ = ("call", "handoff", "journey", "prefill", "since_s")
+    __slots__ = ("call", "handoff", "journey", "prefill", "relay", "since_s")
 
     def __init__(self, handoff: Handoff, call: Call, journey: Journey, since_s: float) -> None:
         self.handoff = handoff
@@ -46,14 +47,14 @@ class Held:
         self.journey = journey
         self.prefill = journey.prefill
         self.since_s = since_s
+        self.relay: Relay | None = None
 
     @property
     def waits(self) -> bool:
         """Whether the KV may still be where it was: until a stream begins, else until the request is sent."""
-        relay = self.journey.relay
-        if relay is None:
+        if self.relay is None:
             return True
-        return relay.first_byte_s is None if self.call.stream else not relay.sent
+        return self.relay.first_byte_s is None if self.call.stream else not self.relay.sent
 
 
 class Handoffs:
@@ -100,7 +101,7 @@ class Handoffs:
 
     def kept_by(self, prefill: str) -> bool:
         """Whether a prefill worker may keep KV of a request on its way."""
-        return any(held.prefill == prefill and not _begun(held.journey.relay) for held in self.open)
+        return any(held.prefill == prefill and not _begun(held.relay) for held in self.open)
 
     def hold(self, journey: Journey, call: Call, handoff: Handoff) -> None:
         """A prefill worker keeps KV for a request."""
@@ -127,7 +128,7 @@ class Handoffs:
         held = journey.held
         if held is None:
             return
-        relay = journey.relay
+        relay = held.relay
         if _taken(relay, left=left):
             journey.held = None
             del self.open[held]
@@ -137,8 +138,8 @@ class Handoffs:
             self.give_up(journey)
 
     def give_up(self, journey: Journey) -> None:
-        """Release the KV of a request in the background, and forget what was made of it; without KV, nothing."""
-        held, journey.held, journey.relay = journey.held, None, None
+        """Release the KV of a request in the background; without KV, nothing."""
+        held, journey.held = journey.held, None
         if held is not None:
             self._release(held, journey.decision.worker if journey.decision else "")
 
@@ -200,8 +201,7 @@ class Handoffs:
 
     async def _refused(self, worker: Worker, held: Held) -> bool:
         path, body = self._engine.refusal(held.handoff)
-        status = await self._post(worker, held, path, body)
-        return 400 <= status < 500
+        return await self._post(worker, held, path, body) == 404
 
     async def _collected(self, worker: Worker, held: Held) -> bool:
         status = await self._post(worker, held, held.call.path, self._engine.release_body(held.call, held.handoff))
@@ -226,4 +226,6 @@ def _taken(relay: Relay | None, *, left: bool) -> bool:
     """
     if relay is None or not relay.sent:
         return False
-    return left or (_begun(relay) and relay.head is not None and relay.head.status < 400)
+    if relay.head is None:
+        return left
+    return relay.head.status < 400 and (left or _begun(relay))

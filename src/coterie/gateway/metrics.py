@@ -78,6 +78,7 @@ class _FleetCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         labels = ("role", "worker")
         available = GaugeMetricFamily("coterie_worker_available", "1 if the worker can be used.", labels=labels)
+        breakers = GaugeMetricFamily("coterie_breaker_open", "1 unless the worker's breaker is closed.", labels=labels)
         requests = GaugeMetricFamily("coterie_in_flight_requests", "Requests the worker holds.", labels=labels)
         tokens = GaugeMetricFamily(
             "coterie_in_flight_tokens", "Prompt and expected output tokens the worker holds.", labels=labels
@@ -89,12 +90,13 @@ class _FleetCollector(Collector):
             for state in fleet.ledger.states():
                 where = (fleet.role, state.name)
                 available.add_metric(where, float(state.available))
+                breakers.add_metric(where, float(fleet.workers[state.name].breaker.state != "closed"))
                 requests.add_metric(where, own[state.name].requests)
                 tokens.add_metric(where, own[state.name].tokens)
                 if state.reading is not None:
                     kv_usage.add_metric(where, state.reading.kv_usage)
                     waiting.add_metric(where, state.reading.waiting)
-        yield from (available, requests, tokens, kv_usage, waiting)
+        yield from (available, breakers, requests, tokens, kv_usage, waiting)
         for fleet in self._fleets:
             yield from _of_policy(fleet)
 
