@@ -359,7 +359,7 @@ def test_a_worker_that_begins_anew_is_found_out() -> None:
 @pytest.mark.parametrize(
     ("event", "message"),
     [
-        (b'data: {"error":{"message":"EngineCore died","code":500}}', "EngineCore died"),
+        (b'data: {"error":{"message":"EngineCore died","code":500}}', "ends with an error event"),
         (completion_event([4], "x", finish_reason="abort"), "gave the request up"),
         (b'data: {"choices":[', "cannot be read"),
         (b'data: {"choices":[{"text":"\xff"}]}', "cannot be read"),

@@ -250,7 +250,7 @@ class VllmTranscript:
             self._give_up("its events hold more than text")
             return None
         if self._problem is None and read.error:
-            raise EngineError(f"its stream ends with an error: {bytes(read.error)[:200]!r}")
+            raise EngineError("its stream ends with an error event")  # whose words may quote the request
         if not read.choices:
             self._usage_sent = True
             return None

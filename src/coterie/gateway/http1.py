@@ -182,7 +182,7 @@ def _read_head(head: bytes) -> ResponseHead:
         raise MalformedError("transfer-encoding is there twice")
     coding = named.get(b"transfer-encoding", b"").strip().lower()
     if coding not in (b"", b"chunked"):
-        raise MalformedError(f"transfer-encoding {coding!r} is not understood")
+        raise MalformedError("its transfer-encoding is not understood")
     empty = status < 200 or status in (204, 304)
     chunked = coding == b"chunked" and not empty
     length = 0 if empty else int(named[b"content-length"]) if b"content-length" in named and not chunked else None
@@ -310,7 +310,7 @@ class ChunkedFraming:
     def _open_chunk(self, line: bytes) -> None:
         size = _CHUNK_SIZE.fullmatch(line)
         if size is None:
-            raise MalformedError(f"{line[:40]!r} is not a chunk size")
+            raise MalformedError("a chunk has no size")
         length = int(size[1], 16)
         self._left = length + 2 if length else 0
         self._trailer = length == 0
