@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import yaml
 from fake_engine import Exchange, FakeEngine, event, hang, serve_well
 from stories import Cluster, RawClient, cluster, eventually, story
 
+from coterie.gateway.access import read_access
 from coterie.gateway.keys import digest
 
 ALICE, BOB = "coterie-alice", "coterie-bob"
@@ -24,10 +26,11 @@ def bearer(key: str) -> str:
     return f"Authorization: Bearer {key}\r\n"
 
 
-def key_file(folder: Path, **limits: int) -> str:
+def key_file(folder: Path, names: tuple[str, ...] = ("alice", "bob"), **limits: int) -> str:
+    """A file with those of the two keys; the limits are Alice's."""
     file = folder / "keys.yaml"
     entries = [{"name": "alice", "sha256": digest(ALICE), **limits}, {"name": "bob", "sha256": digest(BOB)}]
-    file.write_text(yaml.safe_dump(entries))
+    file.write_text(yaml.safe_dump([entry for entry in entries if entry["name"] in names]))
     return str(file)
 
 
@@ -195,6 +198,21 @@ async def test_tokens_are_counted_as_the_engine_counts_them_or_by_events(
         assert (reply.status, reply.json["error"]["type"]) == (429, "tokens")
         # One a minute: what was used, that it began with one, and that one must be there.
         assert int(reply.headers["retry-after"]) == used * 60
+
+
+@story
+async def test_keys_that_are_replaced_count_on_where_they_stay_as_they_are(tmp_path: Path) -> None:
+    async with cluster(api_keys=key_file(tmp_path, requests_per_minute=1)) as running:
+        ask = partial(running.post, ASK, headers=bearer(ALICE))
+        assert [(await ask()).status for _ in range(2)] == [200, 429]
+        running.gateway.entrance.access = read_access(running.gateway.config, {})
+        assert (await ask()).status == 429
+        key_file(tmp_path, requests_per_minute=2)
+        running.gateway.entrance.access = read_access(running.gateway.config, {})
+        assert [(await ask()).status for _ in range(3)] == [200, 200, 429]
+        key_file(tmp_path, names=("bob",))
+        running.gateway.entrance.access = read_access(running.gateway.config, {})
+        assert (await ask()).status == 401
 
 
 # --- the queue ---------------------------------------------------------------------------------------

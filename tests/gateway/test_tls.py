@@ -15,6 +15,7 @@ from fake_engine import Exchange, FakeEngine, event, hang
 from stories import cluster, eventually, post, story
 
 from coterie.errors import ConfigError, EngineError
+from coterie.gateway.access import read_access
 from coterie.gateway.config import GatewayConfig
 from coterie.gateway.pool import Pool
 from coterie.gateway.tls import is_loopback, server_context, worker_context
@@ -35,6 +36,9 @@ class Certificate:
     @property
     def trusting(self) -> ssl.SSLContext:
         return ssl.create_default_context(cafile=self.cert)
+
+    def spoil(self) -> None:
+        Path(self.key).write_text("no key")
 
 
 def made(folder: Path, *options: str) -> Certificate:
@@ -128,6 +132,30 @@ def test_what_is_wrong_with_a_certificate_is_named(certificate: Certificate, tmp
             server_context(cert, key)
     with pytest.raises(ConfigError, match=r"worker_ca: none\.pem"):
         worker_context("none.pem")
+
+
+@story
+async def test_a_renewed_certificate_is_shown_to_who_connects_then_and_a_bad_one_is_not(tmp_path: Path) -> None:
+    old = made(tmp_path)
+    old_trusting = old.trusting
+    async with cluster(tls_cert=old.cert, tls_key=old.key) as running, running.client(old_trusting) as client:
+        new = made(tmp_path)
+        running.gateway.entrance.access = read_access(running.gateway.config, {})
+        async with running.client(new.trusting) as another:
+            another.post(ASK)
+            assert (await another.reply()).status == 200
+        client.post(ASK)  # the connection that was there goes on
+        assert (await client.reply()).status == 200
+        with pytest.raises(ssl.SSLCertVerificationError):
+            async with running.client(old_trusting):
+                pass
+        trusting = new.trusting
+        new.spoil()
+        with pytest.raises(ConfigError):
+            read_access(running.gateway.config, {})
+        async with running.client(trusting) as another:
+            another.post(ASK)
+            assert (await another.reply()).status == 200
 
 
 # --- workers -----------------------------------------------------------------------------------------

@@ -32,12 +32,11 @@ class Entrance:
         metrics: where refusals and waits are counted.
 
     Attributes:
-        access: the keys; may be replaced while requests are under way.
         gate: where requests wait, if there is a bound on those in flight.
     """
 
     def __init__(self, config: GatewayConfig, access: Access, metrics: Metrics) -> None:
-        self.access = access
+        self._access = access
         self.gate = Gate(Admission(math.inf, 0), math.inf)
         metrics.show("queue_length", "Requests that wait for their turn.", lambda: self.gate.admission.waiting)
         self._metrics = metrics
@@ -50,13 +49,23 @@ class Entrance:
         self._bounded = config.max_in_flight > 0
         self.gate.resize(config.max_in_flight or math.inf, config.max_queue, config.queue_timeout_s)
 
+    @property
+    def access(self) -> Access:
+        """The keys.  They may be replaced at any time; those that stay as they are keep count."""
+        return self._access
+
+    @access.setter
+    def access(self, access: Access) -> None:
+        self._access = access
+        self._quotas = {key: quota for key, quota in self._quotas.items() if access.keys and key in access.keys}
+
     def check(self, request: Request) -> None:
         """Look for the key in a request's head, before its body is read.
 
         Raises:
             RefusedError: it shows none that is known.
         """
-        keys = self.access.keys
+        keys = self._access.keys
         if keys is None or request.path in OPEN_PATHS:
             return
         shown = request.header(b"authorization")

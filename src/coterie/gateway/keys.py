@@ -87,6 +87,9 @@ class KeyRing:
         if not names:
             raise ConfigError("no API key is given; make one with `coterie key new NAME`")
 
+    def __contains__(self, key: Key) -> bool:
+        return self._by_digest.get(bytes.fromhex(key.sha256)) == key
+
     def find(self, authorization: bytes | None) -> Key | None:
         """The key that an Authorization header shows; None if it shows none that is known."""
         shown = _BEARER.fullmatch(authorization or b"")

@@ -158,5 +158,7 @@ def split_url(url: str) -> Address:
     except ValueError as error:
         raise ConfigError(f"worker URL {url!r}: {error}") from None
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment or parts.username:
-        raise ConfigError(f"worker URL {url!r}: expected http(s)://HOST:PORT, without user, query or fragment")
+        raise ConfigError(
+            f"worker URL {url!r}: expected http://HOST:PORT or https://HOST:PORT, without user, query or fragment"
+        )
     return parts.hostname, port, parts.path.rstrip("/").encode(), parts.scheme == "https"

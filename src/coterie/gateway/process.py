@@ -19,7 +19,7 @@ from coterie.errors import CoterieError, WireError
 from coterie.gateway.config import GatewayConfig
 from coterie.gateway.control import Answer, Ask, Ready, Setup, receive, send
 from coterie.gateway.seat import Seat
-from coterie.gateway.server import Serving, serving_on, until_told
+from coterie.gateway.server import Serving, allow_descriptors, serving_on, until_told
 from coterie.http_server import address_url, reserve, url_of
 
 
@@ -57,6 +57,7 @@ async def _serving(
     setup: Setup, engine: Engine, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
 ) -> AsyncIterator[Serving]:
     config = msgspec.convert(setup.config, GatewayConfig)
+    allow_descriptors(config.max_connections)
     seat = Seat.take(setup.process, setup.board, setup.rows, config.keep_sessions)
 
     def admin(app: ASGIApp) -> contextlib.AbstractAsyncContextManager[None]:

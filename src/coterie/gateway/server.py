@@ -7,6 +7,7 @@ import contextlib
 import gc
 import logging
 import os
+import resource
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable
@@ -24,9 +25,10 @@ from coterie.gateway.gateway import Gateway
 from coterie.gateway.inputs import read_inputs
 from coterie.gateway.seat import Seat
 from coterie.gateway.startup import start_up
-from coterie.gateway.tls import CLOSING_S, HANDSHAKE_S
+from coterie.gateway.tls import CLOSING_S, HANDSHAKE_S, following
 from coterie.http_server import BACKLOG, listen, url_of
 
+_OTHER_DESCRIPTORS = 256
 _log = logging.getLogger("coterie.gateway")
 
 
@@ -60,7 +62,9 @@ def run(source: Source, engine: Engine, *, on_ready: Callable[[Serving], None]) 
     Raises:
         CoterieError: the gateway cannot start; nothing was served.
     """
-    uvloop.run(until_told(serving(source.read(), engine, source.read), on_ready))
+    config = source.read()
+    allow_descriptors(config.max_connections)
+    uvloop.run(until_told(serving(config, engine, source.read), on_ready))
 
 
 def settle() -> None:
@@ -71,6 +75,22 @@ def settle() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)
+
+
+def allow_descriptors(connections: int) -> None:
+    """Let this process open a descriptor for each client and one for the worker that serves it, as far as it may."""
+    wanted = 2 * connections + _OTHER_DESCRIPTORS
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < allowed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    if allowed < wanted:
+        _log.warning(
+            "%d files may be open, and %d connections may need %d: allow more (ulimit -Hn), or lower --max-connections",
+            allowed,
+            connections,
+            wanted,
+        )
 
 
 async def until_told(
@@ -159,6 +179,8 @@ async def serving_on(
 @contextlib.asynccontextmanager
 async def _clients(gateway: Gateway, listener: socket.socket) -> AsyncIterator[None]:
     tls = gateway.entrance.access.tls
+    if tls is not None:
+        tls = following(tls, lambda: gateway.entrance.access.tls)
     server = await asyncio.get_running_loop().create_server(
         gateway.connect,
         sock=listener,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import ssl
+from collections.abc import Callable
 from functools import lru_cache
 
 from coterie.errors import ConfigError
@@ -17,9 +18,8 @@ _CIPHERS = "ECDHE+AESGCM:ECDHE+CHACHA20"
 """Of TLS 1.2, those with forward secrecy and authenticated encryption; all of TLS 1.3 are such."""
 
 
-@lru_cache(maxsize=8)
 def server_context(certificate: str, key: str | None) -> ssl.SSLContext:
-    """What clients are shown: TLS 1.2 or 1.3, HTTP/1.1.  The same files give the same context, for all ports.
+    """What clients are shown: TLS 1.2 or 1.3, HTTP/1.1.
 
     Args:
         certificate: PEM file with the certificate and those that lead from it to a root.
@@ -33,16 +33,25 @@ def server_context(certificate: str, key: str | None) -> ssl.SSLContext:
     context.set_ciphers(_CIPHERS)
     context.options |= ssl.OP_NO_RENEGOTIATION
     context.set_alpn_protocols(["http/1.1"])
-    _load(context, certificate, key)
-    return context
-
-
-def _load(context: ssl.SSLContext, certificate: str, key: str | None) -> None:
     where = certificate if key is None else f"{certificate} and {key}"
     try:
         context.load_cert_chain(certificate, key, _no_password)
     except (OSError, ValueError) as error:
         raise ConfigError(f"tls: {where}: {error}; give PEM files, the key without a password") from None
+    return context
+
+
+def following(first: ssl.SSLContext, current: Callable[[], ssl.SSLContext | None]) -> ssl.SSLContext:
+    """A context to listen with that shows whoever connects the certificate of the one that is current then.
+
+    The certificate of a context in use could be replaced, too, but not together with its key.
+    """
+
+    def switch(connection: ssl.SSLObject, _: str | None, __: ssl.SSLContext) -> None:
+        connection.context = current() or first
+
+    first.sni_callback = switch  # called for every client, whether it names a server or not
+    return first
 
 
 @lru_cache(maxsize=8)
