@@ -62,8 +62,8 @@ class ClusterSpec:
         prefill_first: whether clients get their first token at the end of prefill, as in ELDR: the handoff then counts
             to TPOT instead of TTFT, and one token less is decoded.  By default it comes from the decode worker, as with
             this gateway.
-        notice_s: time until the gateway learns that a worker was lost; requests that it sends there meanwhile fail.  0 is
-            as soon as breakers learn of it.
+        notice_s: time until the gateway learns that a worker was lost; requests that it sends there meanwhile fail.
+            0 is as soon as breakers learn of it.
         absent: workers that are not there at the start, named as in `Change`.
         gateways: that share the workers; each request comes to one of them by chance.
         exchange_s: from what a gateway does until the others know of it; None if they never do.
