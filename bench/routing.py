@@ -14,7 +14,9 @@ import json
 import platform
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable
+from contextlib import ExitStack, closing
 from itertools import cycle
 
 import numpy as np
@@ -22,7 +24,10 @@ import numpy as np
 from coterie.activations import ActivationTrace
 from coterie.calibration import Profile, fit
 from coterie.core import ExpertCounts, ModelGeometry, RouteRequest, WorkerState, prompt_hash
-from coterie.routing import Ledger, LocalityRefit, Policy, make_policy, route
+from coterie.routing import Lease, Ledger, LocalityRefit, Marginal, Policy, make_policy, route
+from coterie.routing.marginal_batches import row_of, usage_of
+from coterie.routing.shared_batches import SharedBatches
+from coterie.routing.shared_load import Board
 from coterie.wire import decode_counts, encode_counts
 
 GEOMETRY = ModelGeometry(layers=48, experts=128, top_k=8)
@@ -114,6 +119,49 @@ def loaded_ledger(trace: ActivationTrace, policy: Policy, targets: list[WorkerSt
     return ledger
 
 
+def measure_shared(trace: ActivationTrace, workers: int, processes: int) -> dict[str, float]:
+    """Microseconds of a decision of `marginal` before which each other process leased once and released once.
+
+    And of taking in what those requests use, beside decisions.
+    """
+    targets = [WorkerState(f"d{i}", f"d{i}") for i in range(workers)]
+    names = [target.name for target in targets]
+    board, rng = Board(bytearray(Board.size(processes)), processes), np.random.default_rng(0)
+    requests, rows = cycle(asked(trace)), cycle([row_of(usage_of(request.counts)) for request in asked(trace)[:32]])
+    policy, ledger = Marginal(targets), Ledger(targets, others=board.row(1, 0))
+    others = [Ledger(targets, others=board.row(1, i)) for i in range(1, processes)]
+    held: deque[Lease] = deque()
+    decided, taken_in = [], []
+    with ExitStack() as stack:
+        views = [
+            stack.enter_context(closing(SharedBatches(board.announcements, i, names, GEOMETRY)))
+            for i in range(processes)
+        ]
+        policy.share(lambda groups, geometry: views[0])
+        ledger.follow(policy)
+        for worker in rng.integers(workers, size=4 * workers):
+            ledger.lease(f"d{worker}", next(requests))
+        for _ in range(DECISIONS // BATCH):
+            for other, view in zip(others, views[1:], strict=True):
+                worker = int(rng.integers(workers))
+                held.append(other.lease(names[worker], next(requests)))
+                view.show(worker, next(rows), +1)
+                if len(held) > processes:  # as much load as before
+                    held.popleft().release()
+            decided.append(once(lambda: route(policy, next(requests), ledger.states(), rng)))
+            taken_in.append(once(lambda: policy.due((), 0.0)))
+    return {
+        f"of {processes} processes": statistics.median(decided),
+        f"taking in {processes - 1} requests of others": statistics.median(taken_in),
+    }
+
+
+def once(call: Callable[[], object]) -> float:
+    started = time.perf_counter_ns()
+    call()
+    return (time.perf_counter_ns() - started) / 1000
+
+
 def measure_marginal(trace: ActivationTrace, workers: int) -> dict[str, float]:
     """Microseconds of a decision of `marginal`, and of telling it of a lease and its end, which come after."""
     targets = [WorkerState(f"d{i}", f"d{i}") for i in range(workers)]
@@ -165,7 +213,7 @@ def main() -> None:
         "fit_cpu_s": {f"{REQUESTS} requests, {k} clusters": seconds for k, (_, seconds) in fits.items()},
         "refit_cpu_s": {f"{k} workers": measure_refit(trace, profile, k) for k, (profile, _) in fits.items()},
         "decision_us": {f"{k} workers": measure_policies(trace, profile, k) for k, (profile, _) in fits.items()},
-        "marginal_us": measure_marginal(trace, 16) | measure_marginal(trace, 256),
+        "marginal_us": measure_marginal(trace, 16) | measure_shared(trace, 16, 4) | measure_marginal(trace, 256),
         "parts_us": measure_parts(trace, fits[16][0]),
     }
     print(json.dumps(report, indent=2) if as_json else as_table(report))

@@ -55,7 +55,7 @@ class Serving:
         return found
 
     async def until(self, name: str, wanted: dict[str, float]) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while await self.metric(name) != wanted:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
 
@@ -106,7 +106,7 @@ async def serving(prefill: list[FakeEngine], decode: list[FakeEngine], *argument
             said += line.decode()
         url = re.search(r"serving +(\S+)", said)[1]
         admin = re.search(r"admin +(http://[^/]+)", said)[1]
-        async with httpx.AsyncClient(base_url=admin) as client:
+        async with httpx.AsyncClient(base_url=admin, timeout=30) as client:
             yield Serving(process, url, client)
 
 
@@ -200,7 +200,7 @@ async def test_processes_end_when_the_first_is_killed():
     async with fakes(1, kv) as prefill, fakes(1, kv) as decode, serving(prefill, decode, "--processes", "2") as served:
         pids = await served.pids(2)
         served.process.kill()
-        await eventually(lambda: not any(alive(pid) for pid in pids.values()), 10)
+        await eventually(lambda: not any(alive(pid) for pid in pids.values()), 30)
 
 
 def board_of(pid: int) -> Path:

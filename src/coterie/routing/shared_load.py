@@ -144,16 +144,20 @@ class SharedLoad:
         self._keys = keys
         self._names = {key & ((1 << _NAME_BITS) - 1): name for key, name in zip(keys, names, strict=True)}
         self._places = [self._slots[key] for key in keys]
-        self._heads: _Words = np.zeros(0, np.uint64)  # unlike any: look all workers up again
-        self._loads = np.zeros(len(names), np.uint64)
-        self._assigned = np.zeros(len(names), np.uint64)
+        self._heads = self._raw = b""  # unlike any: look all workers up again
+        self._seen = [(0, 0)] * len(names)
 
     def changed(self) -> Iterator[tuple[int, Load]]:
         """See `Others.changed`."""
-        loads, assigned = self._sums()
-        for i in np.flatnonzero((loads != self._loads) | (assigned != self._assigned)).tolist():
-            yield i, _load(int(loads[i]), int(assigned[i]))
-        self._loads, self._assigned = loads, assigned
+        taken = self._take()
+        if (raw := taken.tobytes()) == self._raw:
+            return
+        loads, assigned = taken[0].sum(axis=0).tolist(), taken[1].max(axis=0).tolist()
+        for i, now in enumerate(zip(loads, assigned, strict=True)):
+            if now != self._seen[i]:
+                self._seen[i] = now
+                yield i, Load(now[0] >> _TOKEN_BITS, now[0] & ((1 << _TOKEN_BITS) - 1), now[1])
+        self._raw = raw
 
     def show(self, position: int, own: Load) -> None:
         """See `Others.show`; a sum of more than 2^34 - 1 tokens is shown as that."""
@@ -189,35 +193,29 @@ class SharedLoad:
         fence()
         self._mine[_HEAD, 0] += np.uint64(1)  # last: until now nobody looks there
 
-    def _sums(self) -> tuple[_Words, _Words]:
-        """Sums of load words and greatest assignments of the others, by position."""
+    def _take(self) -> _Words:
+        """Words of load and of assignment, `[2, rows, positions]`; zeros for this row and for workers not in a row."""
         while True:
-            heads = self._rows[:, _HEAD, 0].copy()
+            heads = self._rows[:, _HEAD, 0].tobytes()
             fence()
-            if not np.array_equal(heads, self._heads):
+            if heads != self._heads:
                 self._look_up(heads)
-            loads = self._words.take(self._load_at).sum(axis=0, dtype=np.uint64)
-            assigned = self._words.take(self._assigned_at).max(axis=0, initial=0)
+            taken = self._words.take(self._at)
             fence()
-            if np.array_equal(heads, self._rows[:, _HEAD, 0]):  # else a slot may have become another worker's meanwhile
-                return loads, assigned
+            if heads == self._rows[:, _HEAD, 0].tobytes():  # else a slot may have become another worker's meanwhile
+                return taken
 
-    def _look_up(self, heads: _Words) -> None:
+    def _look_up(self, heads: bytes) -> None:
         """Find this process's workers in the rows of the others."""
         self._heads = heads
-        slots = np.full((len(heads), len(self._keys)), _SLOTS - 1)
-        for row, head in enumerate(heads.tolist()):
+        slots = np.full((len(self._rows), len(self._keys)), _SLOTS - 1)
+        for row, head in enumerate(np.frombuffer(heads, np.uint64).tolist()):
             if row != self._row:
                 known = self._rows[row, _KEYS, : head & 0xFFFFFFFF].tolist()
                 place = {key: slot for slot, key in enumerate(known)}
                 slots[row] = [place.get(key, _SLOTS - 1) for key in self._keys]
-        start = np.arange(len(heads))[:, None] * (4 * _SLOTS)
-        self._load_at = start + _LOADS * _SLOTS + slots
-        self._assigned_at = start + _ASSIGNED * _SLOTS + slots
-
-
-def _load(word: int, assigned: int) -> Load:
-    return Load(word >> _TOKEN_BITS, word & ((1 << _TOKEN_BITS) - 1), assigned)
+        start = np.arange(len(slots))[:, None] * (4 * _SLOTS)
+        self._at = np.stack([start + part * _SLOTS + slots for part in (_LOADS, _ASSIGNED)])
 
 
 def key_of(text: str) -> int:
