@@ -86,7 +86,8 @@ async def started(*arguments: str) -> AsyncIterator[asyncio.subprocess.Process]:
     finally:
         with contextlib.suppress(ProcessLookupError):
             process.terminate()
-        await process.communicate()
+        _, said = await process.communicate()
+        print((said or b"").decode())  # shown where the test fails
 
 
 @contextlib.asynccontextmanager

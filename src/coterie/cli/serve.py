@@ -52,7 +52,8 @@ def _serve(config: str | None, **flags: Any) -> None:
 def set_up_logging() -> None:
     """Everything to stderr; requests as bare lines of JSON."""
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    for library in ("uvicorn", "httpx"):
+        logging.getLogger(library).setLevel(logging.WARNING)
     bare = logging.StreamHandler(sys.stderr)
     bare.setFormatter(logging.Formatter("%(message)s"))
     requests = logging.getLogger("coterie.requests")

@@ -1,14 +1,14 @@
 """What the processes of one gateway tell each other: frames of msgpack over a pair of connected sockets.
 
 The first process has one such pair with each of the others.  It sends one `Setup`, then any number of `Ask`; the other
-sends one `Ready`, then an `Answer` to each.  When either end is closed, its process is gone.
+sends an `Answer` to each, and a `Ready` once.  When either end is closed, its process is gone.
 """
 
 from __future__ import annotations
 
 import asyncio
 import struct
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Union
 
 import msgspec
 
@@ -21,7 +21,7 @@ _LENGTH = struct.Struct("<I")
 T = TypeVar("T")
 
 
-class Setup(msgspec.Struct, frozen=True):
+class Setup(msgspec.Struct, frozen=True, tag=True):
     """What a process is to do.
 
     Attributes:
@@ -39,7 +39,7 @@ class Setup(msgspec.Struct, frozen=True):
     source: Source
 
 
-class Ready(msgspec.Struct, frozen=True):
+class Ready(msgspec.Struct, frozen=True, tag=True):
     """It serves, or it cannot.
 
     Attributes:
@@ -51,7 +51,7 @@ class Ready(msgspec.Struct, frozen=True):
     lines: tuple[str, ...] = ()
 
 
-class Ask(msgspec.Struct, frozen=True):
+class Ask(msgspec.Struct, frozen=True, tag=True):
     """A request to the admin side.
 
     Attributes:
@@ -69,7 +69,7 @@ class Ask(msgspec.Struct, frozen=True):
     body: bytes
 
 
-class Answer(msgspec.Struct, frozen=True):
+class Answer(msgspec.Struct, frozen=True, tag=True):
     """The admin side's reply.
 
     Attributes:
@@ -85,8 +85,8 @@ class Answer(msgspec.Struct, frozen=True):
     body: bytes
 
 
-async def receive(reader: asyncio.StreamReader, kind: type[T]) -> T:
-    """The next frame.
+async def receive(reader: asyncio.StreamReader, *kinds: type[T]) -> T:
+    """The next frame, of one of these kinds.
 
     Raises:
         EOFError: the other process is gone.
@@ -96,11 +96,17 @@ async def receive(reader: asyncio.StreamReader, kind: type[T]) -> T:
         (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
         if length > MAX_FRAME_BYTES:
             raise WireError(f"control: a frame of {length} bytes; at most {MAX_FRAME_BYTES}")
-        return msgspec.msgpack.decode(await reader.readexactly(length), type=kind)
+        return _read(await reader.readexactly(length), kinds)
     except (asyncio.IncompleteReadError, ConnectionError) as error:
         raise EOFError from error
     except msgspec.MsgspecError as error:
         raise WireError(f"control: not a frame of this kind: {error}") from None
+
+
+def _read(frame: bytes, kinds: tuple[type[T], ...]) -> T:
+    kind: Any = Union[kinds]  # noqa: UP007 - as many as there are
+    found: T = msgspec.msgpack.decode(frame, type=kind)
+    return found
 
 
 def send(writer: asyncio.StreamWriter, message: msgspec.Struct) -> None:

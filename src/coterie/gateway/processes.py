@@ -100,12 +100,13 @@ class Member:
             Its exit status; negative for the signal that killed it.
         """
         with contextlib.suppress(EOFError):
-            self.ready = await receive(self._reader, Ready)
-            on_ready()
             while True:
-                answer = await receive(self._reader, Answer)
-                if not (future := self._asked.pop(answer.number)).done():
-                    future.set_result(answer)
+                heard: Ready | Answer = await receive(self._reader, Ready, Answer)
+                if isinstance(heard, Ready):
+                    self.ready = heard
+                    on_ready()
+                elif not (future := self._asked.pop(heard.number)).done():
+                    future.set_result(heard)
         self._writer.close()
         for future in self._asked.values():
             future.cancel()
