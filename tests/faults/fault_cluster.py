@@ -298,10 +298,12 @@ class FaultCluster:
         """A document of the gateway's admin side."""
         return httpx.get(self.admin_url + path, timeout=5, trust_env=False).json()
 
-    def metric(self, name: str) -> float:
-        """Sum of a metric of the gateway over its labels."""
+    def sample(self, name: str, **labels: str) -> float:
+        """Sum of those samples of a metric of the gateway that have these labels."""
         lines = httpx.get(f"{self.admin_url}/metrics", timeout=5, trust_env=False).text.splitlines()
-        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith((f"{name}{{", f"{name} ")))
+        wanted = [f'{label}="{value}"' for label, value in labels.items()]
+        samples = [line for line in lines if line.startswith((f"{name}{{", f"{name} "))]
+        return sum(float(line.rsplit(" ", 1)[1]) for line in samples if all(label in line for label in wanted))
 
     def all_available(self) -> bool:
         """Whether the gateway would use every worker."""

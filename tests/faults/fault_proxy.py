@@ -125,13 +125,14 @@ class Tunnel:
     async def run(self) -> None:
         """Pass requests and replies on until either side closes or a fault ends it."""
         ways = {asyncio.create_task(self._requests()), asyncio.create_task(self._replies())}
+        broken = True
         try:
-            await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+            broken = any(isinstance(way.exception(), (Stop, ConnectionError)) for way in done)
         finally:
             for way in ways:
                 way.cancel()
-            results = await asyncio.gather(*ways, return_exceptions=True)
-            broken = any(isinstance(result, (Stop, ConnectionError)) for result in results)
+            await asyncio.gather(*ways, return_exceptions=True)
             self._close(broken=broken)
 
     async def answer(self, data: bytes) -> None:
@@ -194,7 +195,9 @@ class Tunnel:
     def _close(self, *, broken: bool) -> None:
         for writer in (self._to_gateway, self._to_engine):
             if broken:
-                writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+                with contextlib.suppress(OSError):  # it is closed already
+                    writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+                writer.transport.abort()
             writer.close()
 
 
@@ -270,6 +273,7 @@ class FaultProxy:
         except OSError:  # the engine is gone
             writer.transport.abort()
         finally:
+            writer.close()
             self._tunnels.discard(task)
 
 
