@@ -15,6 +15,7 @@ BEHAVIOURS: dict[str, Behaviour] = {
     "hung": hang,
     "slow": dawdle,
     "500s": refuse(500),
+    "502s": refuse(502),
     "503s": refuse(503),
     "reset": reset,
     "garbage": babble,
@@ -24,9 +25,12 @@ BEHAVIOURS: dict[str, Behaviour] = {
 PROCESS_FAULTS = ("killed", "restarted", "stopped")
 FAULTS = (*PROCESS_FAULTS, *BEHAVIOURS)
 
+_SENT = "the status goes out with the reply's head"
 IMPOSSIBLE = {
-    ("500s", Moment.MIDST): "the status has gone out with the reply's head",
-    ("503s", Moment.MIDST): "the status has gone out with the reply's head",
+    ("500s", Moment.MIDST): _SENT,
+    ("502s", Moment.MIDST): _SENT,
+    ("503s", Moment.MIDST): _SENT,
+    ("503s", Moment.WAITING): "a worker that declines has not begun",
 }
 """Cells that cannot exist, and why."""
 
@@ -53,6 +57,19 @@ CELLS = [
     Cell(role, fault, moment)
     for role in ROLES for fault in FAULTS for moment in Moment if (fault, moment) not in IMPOSSIBLE
 ]  # fmt: skip
+
+
+def right_ends(cell: Cell) -> set[str]:
+    """How the requests of a cell may end.
+
+    All are served, and to the letter, with one exception: a worker's own 500 may be the request's fault, so it is
+    passed on, until there have been so many in a row that it must be the worker's.
+    """
+    return {"served", "500"} if cell.fault == "500s" else {"served"}
+
+
+MOST_500S = 3
+"""Failures in a row after which a worker is not asked: the gateway's default."""
 
 
 @dataclass
@@ -111,6 +128,7 @@ class Matrix:
 
     def run(self, cell: Cell) -> Found:
         """Break, ask, mend, and see that nothing is left."""
+        self._earn_retries()
         found = Found(cell)
         victim, start_s, answers = self._meet(cell)
         found.ends = self.ends(answers, self._prompts(cell)[: len(answers)])
@@ -121,6 +139,10 @@ class Matrix:
         found.back_s = time.monotonic() - mended_s
         found.idle_s = wait_until(self.cluster.nothing_held, what="the end of all load")
         return found
+
+    def _earn_retries(self) -> None:
+        """Send requests that go well: retries are a fifth of all, and here one cell of failures follows another."""
+        self.cluster.ask_all([PROMPTS[0]] * 20, tokens=1)
 
     def _meet(self, cell: Cell) -> tuple[FaultEngine, float, list[Answer]]:
         """Let requests meet the fault; the engine that failed, when, and what the clients got."""

@@ -32,10 +32,10 @@ from coterie.up.ports import PortChooser
 ROOT = Path(__file__).parents[2]
 SOURCE = Path(coterie.__file__).parents[1]
 MODEL = ROOT / "models" / "coterie-tiny"
-LEASE_S = 6.0
+LEASE_S = 4.0
 """How long a prefill engine keeps KV that nobody takes."""
 
-PATIENCE_S = 2.0
+PATIENCE_S = 1.5
 """How long the tests' gateway waits for a byte of a worker."""
 
 GATEWAY = {
@@ -45,6 +45,8 @@ GATEWAY = {
     "first_byte_timeout_s": PATIENCE_S,
     "idle_timeout_s": PATIENCE_S,
     "connect_timeout_s": 1.0,
+    "breaker_open_s": 0.25,
+    "breaker_most_open_s": 0.5,
     "health_interval_s": 0.5,
     "health_timeout_s": 1.0,
     "client_stall_timeout_s": 2.0,
@@ -294,11 +296,11 @@ class FaultCluster:
         """The gateway's own view of its workers, by name."""
         return {row["name"]: row for row in self.admin("/workers")["workers"]}
 
-    def admin(self, path: str) -> Any:
-        """A document of the gateway's admin side."""
-        return httpx.get(self.admin_url + path, timeout=5, trust_env=False).json()
+    def admin(self, path: str, method: str = "GET", body: Any = None) -> Any:
+        """What the gateway's admin side answers."""
+        return httpx.request(method, self.admin_url + path, json=body, timeout=20, trust_env=False).json()
 
-    def sample(self, name: str, **labels: str) -> float:
+    def metric(self, name: str, **labels: str) -> float:
         """Sum of those samples of a metric of the gateway that have these labels."""
         lines = httpx.get(f"{self.admin_url}/metrics", timeout=5, trust_env=False).text.splitlines()
         wanted = [f'{label}="{value}"' for label, value in labels.items()]

@@ -21,7 +21,7 @@ from concurrent.futures import Future
 from enum import Enum
 from typing import Any, TypeVar
 
-SLOW_S = 0.6
+SLOW_S = 0.3
 """How late a slow worker is with each step of its work; well below every deadline of the tests' gateway."""
 
 MIDST_EVENTS = 4
@@ -270,7 +270,7 @@ class FaultProxy:
         try:
             engine = await asyncio.open_connection("127.0.0.1", self._engine_port)
             await Tunnel(self, (reader, writer), engine).run()
-        except OSError:  # the engine is gone
+        except (OSError, asyncio.CancelledError):  # the engine is gone; or the proxy is cut, and waits for this
             writer.transport.abort()
         finally:
             writer.close()

@@ -64,7 +64,7 @@ def hold(seconds):
 
 
 def left_in(cluster, window):
-    return cluster.sample("coterie_client_disconnects_total", window=window)
+    return cluster.metric("coterie_client_disconnects_total", window=window)
 
 
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
@@ -102,7 +102,10 @@ async def flood(tunnel):
 
 
 def test_a_client_that_takes_nothing_more_is_cut_and_its_request_stopped(cluster, matrix):
-    with cluster.lying_in_wait("decode", trap := Trap(Moment.WAITING, flood)), Client(cluster, window_bytes=2048) as client:
+    with (
+        cluster.lying_in_wait("decode", trap := Trap(Moment.WAITING, flood)),
+        Client(cluster, window_bytes=2048) as client,
+    ):
         trap.caught.result(10)
         assert cluster.ask(PROMPTS[1]).text == matrix.texts[PROMPTS[1]]
         wait_until(cluster.nothing_held, within_s=10, what="the end of all load")
@@ -110,10 +113,10 @@ def test_a_client_that_takes_nothing_more_is_cut_and_its_request_stopped(cluster
 
 
 def test_a_client_that_closes_its_half_counts_as_gone(cluster):
-    before = cluster.sample("coterie_client_disconnects_total")
+    before = cluster.metric("coterie_client_disconnects_total")
     with Client(cluster) as client:
         client.socket.shutdown(socket.SHUT_WR)
-        wait_until(lambda: cluster.sample("coterie_client_disconnects_total") > before, what="a disconnect")
+        wait_until(lambda: cluster.metric("coterie_client_disconnects_total") > before, what="a disconnect")
         wait_until(cluster.nothing_held, within_s=LEASE_S / 2, what="the end of all load")
 
 

@@ -6,7 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coterie.gateway.http1 import ResponseHead
 from coterie.gateway.retry import Budget, LegFailed, Tries, next_leg
+from coterie.gateway.upstream import Collected
+
+
+def answer(status: int) -> Collected:
+    collected = Collected(0)
+    collected.head = ResponseHead(status, (), chunked=False, length=0, keep_alive=True)
+    return collected
 
 
 @pytest.mark.parametrize(
@@ -18,7 +26,9 @@ from coterie.gateway.retry import Budget, LegFailed, Tries, next_leg
         (LegFailed("prefill", "p", "nonsense"), True, "prefill"),
         (LegFailed("prefill", "p", "closed", begun=True), False, None),
         (LegFailed("decode", "d", "connect", sent=False), True, "decode"),
-        (LegFailed("decode", "d", "status"), True, "decode"),
+        (LegFailed("decode", "d", "status", answer=answer(503)), True, "decode"),
+        (LegFailed("decode", "d", "status", answer=answer(502)), True, "prefill"),
+        (LegFailed("decode", "d", "status", answer=answer(504)), True, "prefill"),
         (LegFailed("decode", "d", "closed"), True, "prefill"),
         (LegFailed("decode", "d", "timeout"), True, "prefill"),
         (LegFailed("decode", "d", "garbage"), True, "prefill"),

@@ -55,8 +55,9 @@ def next_leg(failure: LegFailed, *, split: bool) -> Role | None:
 
     - A failed prefill is done by another prefill worker: it has left nothing behind that anyone was told of.
     - KV still waits at the prefill worker if the decode worker was never reached, or said itself that it would not
-      serve: another decode worker collects it.
-    - A decode worker that was lost later may have collected it: the prompt is computed again.
+      serve (503): another decode worker collects it.
+    - A decode worker that was lost later may have collected it, and so may one of which a proxy says that it was lost
+      (502, 504): the prompt is computed again.
     - A reply of which the client has seen a part is not begun again.
 
     Args:
@@ -69,7 +70,7 @@ def next_leg(failure: LegFailed, *, split: bool) -> Role | None:
         return "prefill"
     if failure.reason == "too old":
         return "prefill"
-    holds = not failure.sent or failure.reason == "status"
+    holds = not failure.sent or (failure.answer is not None and failure.answer.status == 503)
     return "decode" if holds or not split else "prefill"
 
 
