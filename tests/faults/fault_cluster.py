@@ -32,10 +32,10 @@ from coterie.up.ports import PortChooser
 ROOT = Path(__file__).parents[2]
 SOURCE = Path(coterie.__file__).parents[1]
 MODEL = ROOT / "models" / "coterie-tiny"
-LEASE_S = 4.0
+LEASE_S = 6.0
 """How long a prefill engine keeps KV that nobody takes."""
 
-PATIENCE_S = 1.5
+PATIENCE_S = 2.0
 """How long the tests' gateway waits for a byte of a worker."""
 
 GATEWAY = {
