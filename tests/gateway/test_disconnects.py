@@ -87,9 +87,9 @@ async def test_when_the_prefill_reply_comes_in_the_same_turn() -> None:
         pool = running.gateway.prefill.workers["prefill-0"].pool
         keep = pool.keep
 
-        def keep_and_leave(connection: Upstream) -> None:
+        def keep_and_leave(connection: Upstream, now_s: float) -> None:
             """The reply is complete and its task has not run yet: now the client's end is noticed."""
-            keep(connection)
+            keep(connection, now_s)
             next(iter(running.gateway.clients)).connection_lost(None)
 
         pool.keep = keep_and_leave

@@ -82,9 +82,9 @@ class Pool:
         head = b"GET %b%b HTTP/1.1\r\n%b%b\r\n" % (self._prefix, target, self._own_headers, headers)
         await self._send(head, b"", consumer, patience)
 
-    def keep(self, connection: Upstream) -> None:
+    def keep(self, connection: Upstream, now_s: float) -> None:
         """Take back a connection whose reply is complete."""
-        connection.deadline = asyncio.get_running_loop().time() + self.keep_idle_s
+        connection.deadline = now_s + self.keep_idle_s
         self._idle.append(connection)
 
     def forget(self, connection: Upstream) -> None:

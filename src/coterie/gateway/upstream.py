@@ -364,7 +364,7 @@ class Upstream(asyncio.Protocol):
         self._read_on()
         self._end()
         if clean and self._keep_alive and self._whole and not late:
-            self._pool.keep(self)
+            self._pool.keep(self, self._loop.time())
         else:
             self.close()
 
