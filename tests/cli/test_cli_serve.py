@@ -211,3 +211,23 @@ def test_settings_come_from_a_file_too_and_a_wrong_one_is_named(serve, worker: s
     code, errors = serve("--prefill", worker, "--decode", worker, "--decode-policy", "best").end()
     assert code == 1
     assert "'best'" in errors
+
+
+def test_sighup_reads_the_file_again_and_a_bad_one_changes_nothing(serve, worker: str, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    file = tmp_path / "serve.yaml"
+    text = f"prefill: [{worker}]\ndecode: [{worker}]\ndecode_policy: random\n"
+    file.write_text(text)
+    gateway = serve("--config", str(file), "--tau", "0.3")
+    url = gateway.wait_until_ready()
+    log = iter(gateway.process.stderr.readline, "")
+    file.write_text(text + "max_body_bytes: 4\ntau: 0.9\n")  # the flag counts more
+    gateway.process.send_signal(signal.SIGHUP)
+    said = next(line for line in log if "configuration 2 is in effect" in line)
+    assert "settings=('max_body_bytes',)" in said
+    assert post(url, b'{"prompt": "x"}') == 413
+    file.write_text(text + "seed: 9\n")
+    gateway.process.send_signal(signal.SIGHUP)
+    assert "seed: cannot change" in next(line for line in log if "reload refused" in line)
+    assert post(url, b'{"prompt": "x"}') == 413
+    gateway.process.send_signal(signal.SIGTERM)
+    assert gateway.end()[0] == 0

@@ -70,6 +70,17 @@ async def test_what_the_gateway_refuses_is_told_and_so_is_that_there_is_none() -
         assert "cannot be reached" in str(result.exception)
 
 
+@story
+async def test_an_admin_side_that_wants_its_key_is_shown_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ADMIN_KEY", "0123456789abcdef0123")
+    monkeypatch.delenv("NO_KEY", raising=False)
+    async with cluster(admin_key_env="ADMIN_KEY") as running:
+        admin = ("--admin", running.admin_url)
+        assert "wants its key" in str((await said(reload, *admin)).exception)
+        assert "$NO_KEY: must be set" in str((await said(reload, *admin, "--admin-key-env", "NO_KEY")).exception)
+        assert "in effect" in (await said(reload, *admin, "--admin-key-env", "ADMIN_KEY")).output
+
+
 @pytest.mark.parametrize("command", [workers, reload])
 def test_help_says_what_it_does(command: click.Command) -> None:
     assert "running gateway" in CliRunner().invoke(command, ["--help"]).output

@@ -279,3 +279,35 @@ def test_a_killed_worker_comes_back_and_nothing_is_held(cluster, least_load, exp
     wait_until(lambda: stream(least_load.url, 1) == "whole")
     assert_nothing_is_held(cluster)
     assert [answer(least_load.url, prompt) for prompt in PROMPTS] == [expected[prompt] for prompt in PROMPTS]
+
+
+def state_of(gateway, name):
+    rows = HTTP.get(f"{gateway.admin_url}/workers").json()["workers"]
+    return next((row["state"] for row in rows if row["name"] == name), "gone")
+
+
+def test_workers_come_and_go_under_load_and_every_stream_is_whole(cluster, trace, profile):
+    keys = {"decode_policy": "locality_refit", "profile": str(profile), "log_requests": False, "health_interval_s": 0.2}
+    gateway = cluster.start_gateway({**keys, "port": 0, "admin_port": 0}, name="changing")
+    admin, second = gateway.admin_url, cluster.decode_urls[1]
+    file = cluster.config.run_dir / "changing.yaml"
+    with ThreadPoolExecutor(6) as pool:
+        streams = [pool.submit(stream, gateway.url, number) for number in range(36)]
+        assert HTTP.delete(f"{admin}/workers/decode-1").json()["state"] == "leaving"
+        wait_until(lambda: state_of(gateway, "decode-1") == "gone")
+        assert HTTP.post(f"{admin}/workers", json={"role": "decode", "url": second}).status_code == 201
+        wait_until(lambda: state_of(gateway, "decode-1") == "available")
+        HTTP.post(f"{admin}/workers/decode-0/drain")
+        wait_until(lambda: state_of(gateway, "decode-0") == "drained")
+        HTTP.post(f"{admin}/workers/decode-0/undrain")
+        other = profile.with_name("other.safetensors")
+        run(fit, trace, "--clusters", 2, "--seed", 1, "--output", other)
+        good = file.read_text()
+        file.write_text(good.replace(str(profile), str(other)))
+        assert HTTP.post(f"{admin}/reload").json()["policies"] == ["decode"]
+        file.write_text(good.replace(str(profile), "/nowhere"))
+        assert HTTP.post(f"{admin}/reload").status_code == 409
+        assert Counter(one.result(60) for one in streams) == {"whole": 36}
+    assert HTTP.get(f"{admin}/config").json()["profile"] == str(other)
+    wait_until(lambda: metric(admin, "coterie_in_flight_requests") == 0)
+    assert_nothing_is_held(cluster)

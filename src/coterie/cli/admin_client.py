@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import os
+import ssl
 from collections.abc import Callable
 from typing import Any, TypeVar
 from urllib.parse import quote
@@ -10,13 +13,13 @@ import click
 import httpx
 import msgspec
 
-from coterie.errors import EngineError
+from coterie.errors import ConfigError, EngineError
 from coterie.gateway.admin_api import Error
 
 _TIMEOUT_S = 120.0  # a reload reads a trace, and makes a policy of it
 _T = TypeVar("_T")
 
-admin_option = click.option(
+_admin_option = click.option(
     "--admin",
     "url",
     metavar="URL",
@@ -24,7 +27,10 @@ admin_option = click.option(
     show_default=True,
     help="The gateway's admin side.",
 )
-json_option = click.option("--json", "as_json", is_flag=True, help="Print the reply as JSON, for programs.")
+_key_option = click.option(
+    "--admin-key-env", "key_env", metavar="NAME", help="Environment variable that holds the admin side's key."
+)
+_json_option = click.option("--json", "as_json", is_flag=True, help="Print the reply as JSON, for programs.")
 
 
 class Admin:
@@ -32,10 +38,12 @@ class Admin:
 
     Args:
         url: where it is.
+        key: what it wants to be shown; None for nothing.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, key: str | None = None) -> None:
         self._url = url.rstrip("/")
+        self._headers = {} if key is None else {"authorization": f"Bearer {key}"}
 
     def ask(self, method: str, *path: str, reply: type[_T], body: Any = None) -> _T:
         """Send a request; return what it was answered.
@@ -51,8 +59,10 @@ class Admin:
         """
         target = "/".join([self._url, *(quote(part, safe="") for part in path)])
         try:
-            # httpx would take a proxy of the environment even for this machine
-            with httpx.Client(timeout=_TIMEOUT_S, trust_env=False) as client:
+            # httpx would take a proxy of the environment even for this machine, and not the system's authorities
+            with httpx.Client(
+                timeout=_TIMEOUT_S, trust_env=False, verify=ssl.create_default_context(), headers=self._headers
+            ) as client:
                 answer = client.request(method, target, json=body)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise EngineError(
@@ -60,6 +70,28 @@ class Admin:
                 "address that it prints after `admin`?"
             ) from None
         return _read(answer, reply)
+
+
+def asks_admin(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the options of the admin side: it is called with an `Admin` and `as_json` before its own."""
+
+    @_admin_option
+    @_key_option
+    @_json_option
+    @functools.wraps(command)
+    def asking(url: str, key_env: str | None, as_json: bool, **own: Any) -> None:
+        command(Admin(url, _key(key_env)), as_json, **own)
+
+    return asking
+
+
+def _key(variable: str | None) -> str | None:
+    if variable is None:
+        return None
+    key = os.environ.get(variable, "")
+    if not (key.isascii() and key.isprintable() and key):
+        raise ConfigError(f"${variable}: must be set to the key of the admin side")
+    return key
 
 
 def _read(answer: httpx.Response, reply: type[_T]) -> _T:

@@ -6,19 +6,18 @@ from collections.abc import Sequence
 
 import click
 
-from coterie.cli.admin_client import Admin, admin_option, json_option, tell
+from coterie.cli.admin_client import Admin, asks_admin, tell
 from coterie.gateway.admin_api import Reloaded
 
 
 @click.command()
-@admin_option
-@json_option
-def reload(url: str, as_json: bool) -> None:
+@asks_admin
+def reload(admin: Admin, as_json: bool) -> None:
     """Have a running gateway read its configuration, profile and trace again.
 
     Whatever is wrong with one of them is told, and the gateway goes on as it was.
     """
-    tell(Admin(url).ask("POST", "reload", reply=Reloaded), as_json=as_json, say=_said)
+    tell(admin.ask("POST", "reload", reply=Reloaded), as_json=as_json, say=_said)
 
 
 def _said(change: Reloaded) -> str:

@@ -7,7 +7,7 @@ import time
 import click
 import msgspec
 
-from coterie.cli.admin_client import Admin, admin_option, json_option, tell
+from coterie.cli.admin_client import Admin, asks_admin, tell
 from coterie.cli.show import show
 from coterie.errors import EngineError
 from coterie.gateway.admin_api import State, WorkerRow, Workers
@@ -31,11 +31,10 @@ def workers() -> None:
 
 
 @workers.command("list")
-@admin_option
-@json_option
-def list_(url: str, as_json: bool) -> None:
+@asks_admin
+def list_(admin: Admin, as_json: bool) -> None:
     """Show all workers and what they have to do."""
-    found = Admin(url).ask("GET", "workers", reply=Workers)
+    found = admin.ask("GET", "workers", reply=Workers)
     if as_json:
         tell(found, as_json=True, say=str)
     else:
@@ -46,11 +45,9 @@ def list_(url: str, as_json: bool) -> None:
 @click.argument("role", type=click.Choice(("prefill", "decode")))
 @click.argument("worker_url", metavar="WORKER_URL")
 @_wait_option
-@admin_option
-@json_option
-def add(role: str, worker_url: str, wait_s: float, url: str, as_json: bool) -> None:
+@asks_admin
+def add(admin: Admin, as_json: bool, role: str, worker_url: str, wait_s: float) -> None:
     """Add the server at WORKER_URL as a worker; it is sent requests once it is well."""
-    admin = Admin(url)
     row = admin.ask("POST", "workers", reply=WorkerRow, body={"role": role, "url": worker_url})
     tell(_wait(admin, row, "available", wait_s), as_json=as_json, say=_said)
 
@@ -58,32 +55,27 @@ def add(role: str, worker_url: str, wait_s: float, url: str, as_json: bool) -> N
 @workers.command()
 @_name_argument
 @_wait_option
-@admin_option
-@json_option
-def drain(name: str, wait_s: float, url: str, as_json: bool) -> None:
+@asks_admin
+def drain(admin: Admin, as_json: bool, name: str, wait_s: float) -> None:
     """Send the worker NAME nothing more; it is drained when its last request is over."""
-    admin = Admin(url)
     row = admin.ask("POST", "workers", name, "drain", reply=WorkerRow)
     tell(_wait(admin, row, "drained", wait_s), as_json=as_json, say=_said)
 
 
 @workers.command()
 @_name_argument
-@admin_option
-@json_option
-def undrain(name: str, url: str, as_json: bool) -> None:
+@asks_admin
+def undrain(admin: Admin, as_json: bool, name: str) -> None:
     """Use the drained worker NAME again."""
-    tell(Admin(url).ask("POST", "workers", name, "undrain", reply=WorkerRow), as_json=as_json, say=_said)
+    tell(admin.ask("POST", "workers", name, "undrain", reply=WorkerRow), as_json=as_json, say=_said)
 
 
 @workers.command()
 @_name_argument
 @_wait_option
-@admin_option
-@json_option
-def remove(name: str, wait_s: float, url: str, as_json: bool) -> None:
+@asks_admin
+def remove(admin: Admin, as_json: bool, name: str, wait_s: float) -> None:
     """Remove the worker NAME; it is forgotten when its last request is over."""
-    admin = Admin(url)
     row = admin.ask("DELETE", "workers", name, reply=WorkerRow)
     tell(_wait(admin, row, "gone", wait_s), as_json=as_json, say=_said)
 

@@ -7,11 +7,12 @@ import os
 import socket
 
 from starlette.datastructures import Headers
-from starlette.responses import JSONResponse
+from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from coterie.gateway.access import read_admin_keys
 from coterie.gateway.config import GatewayConfig
+from coterie.gateway.http1 import error_body
 from coterie.gateway.keys import KeyRing
 from coterie.gateway.tls import server_context
 from coterie.http_server import serving_app
@@ -37,10 +38,15 @@ def serving_admin(
 
 def guarded(app: ASGIApp, keys: KeyRing) -> ASGIApp:
     """The same application, for those alone who show one of the keys."""
-    refused = JSONResponse(
-        {"error": {"message": "the admin side wants its key: send `Authorization: Bearer KEY`"}},
+    refused = Response(
+        error_body(
+            "the admin side wants its key: send `Authorization: Bearer KEY`",
+            "invalid_request_error",
+            code="invalid_api_key",
+        ),
         401,
         {"www-authenticate": "Bearer"},
+        "application/json",
     )
 
     async def guard(scope: Scope, receive: Receive, send: Send) -> None:
