@@ -193,7 +193,13 @@ class Replay:
         }
         # the simulator knows neither retries nor breakers
         config = GatewayConfig(
-            **urls, seed=SEED, keep_decisions=0, log_requests=False, retries=0, breaker_failures=10**6
+            **urls,
+            seed=SEED,
+            keep_decisions=0,
+            log_requests=False,
+            retries=0,
+            breaker_failures=10**6,
+            request_timeout_s=1e9,
         )
         self.kernel = Kernel()
         self.clock = Hindsight(self.kernel)
