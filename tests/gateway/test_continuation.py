@@ -281,6 +281,24 @@ async def test_switched_off_nothing_is_asked_of_workers_and_nothing_said() -> No
 
 
 @story
+async def test_a_reply_that_is_no_stream_after_all_is_cut_where_it_broke() -> None:
+    async def half(engine: FakeEngine, exchange: Exchange) -> None:
+        exchange.head(400, b"content-length: 100\r\n")
+        exchange.write(b"x" * 50)
+        await exchange.writer.drain()
+        await asyncio.sleep(0.05)
+        exchange.reset()
+
+    async with cluster() as running, running.client() as client:
+        running.decode[0].answer = half
+        client.post(json.dumps(ASK).encode())
+        with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
+            await client.reply()
+        await running.idle()
+        assert running.metric("continuations_total", outcome="resumed") == 0
+
+
+@story
 async def test_a_client_that_leaves_while_its_stream_goes_on_leaves_nothing_behind() -> None:
     async with cluster() as running, running.client() as client:
         running.decode[0].answer, running.decode[1].answer = ends(event_bytes(ASK, 3)), hang

@@ -178,7 +178,7 @@ def test_events_before_one_that_cannot_be_taken_are_sent() -> None:
     transcript = engine.transcript(call_of(), 100)
     made = stream_of(transcript.call)[:2]
     reply = FakeReply()
-    with pytest.raises(MalformedError, match="EngineCore"):
+    with pytest.raises(MalformedError, match="error event"):
         leg(
             reply,
             transcript,

@@ -74,9 +74,8 @@ class Continuations:
             EngineError: the stream cannot go on; the message says why.
         """
         followed, relay = journey.followed, journey.relay
-        if followed is None:
+        if followed is None or not isinstance(relay, EventRelay) or not relay.streams:
             raise self._refused(failure, journey.unresumable)
-        assert isinstance(relay, EventRelay)
         if followed.transcript.complete:
             relay.close(followed.transcript.closing())
             self._metrics.continuations.inc("closed")

@@ -31,9 +31,12 @@ class EventRelay(Relay):
         pace: is shown the body of a stream; None where nobody wants to know.
         transcript: what of the stream has come.
         first_byte_s: when an earlier worker's first byte was relayed; None where there was none.
+
+    Attributes:
+        streams: whether the reply is a stream, as far as is known.
     """
 
-    __slots__ = ("_chunks", "_ended", "_partial", "_streams", "_transcript")
+    __slots__ = ("_chunks", "_ended", "_partial", "_transcript", "streams")
 
     def __init__(
         self,
@@ -48,29 +51,29 @@ class EventRelay(Relay):
         self.first_byte_s = first_byte_s
         self._transcript = transcript
         self._partial = bytearray()
-        self._streams = True
+        self.streams = True
         self._ended = False
         self._chunks = not reply.request.http10
 
     @property
     def cut_short(self) -> bool:
         """See `Relay.cut_short`."""
-        return self._streams and not self._transcript.closed
+        return self.streams and not self._transcript.closed
 
     def on_head(self, head: ResponseHead, connection: Upstream) -> None:
         """See `Consumer.on_head`."""
         super().on_head(head, connection)
         if self.refusal is not None:
             return
-        self._streams = self._is_stream()
-        if self._streams and isinstance(self._framing, ChunkedFraming):
+        self.streams = self._is_stream()
+        if self.streams and isinstance(self._framing, ChunkedFraming):
             self._payload = self._framing.payload = []
-        elif not self._streams and self.first_byte_s is not None:
+        elif not self.streams and self.first_byte_s is not None:
             raise MalformedError(f"status {head.status} where a stream was to go on")
 
     def on_body(self, data: bytes) -> None:
         """See `Consumer.on_body`."""
-        if not self._streams:
+        if not self.streams:
             super().on_body(data)
             return
         payload = self._payload
@@ -86,7 +89,7 @@ class EventRelay(Relay):
 
     def on_end(self) -> None:
         """See `Consumer.on_end`."""
-        if self._streams:
+        if self.streams:
             self._reply.watch(None)
         else:
             super().on_end()
@@ -98,7 +101,7 @@ class EventRelay(Relay):
 
     def fail(self, message: str) -> bool:
         """See `Relay.fail`."""
-        if not self._streams:
+        if not self.streams:
             return super().fail(message)
         body = error_body(message, "upstream_error", code="worker_lost")
         self.close([b"data: " + body, b"data: [DONE]"])
@@ -147,7 +150,7 @@ class EventRelay(Relay):
             self._reply.write(data)
 
     def _start(self, first: bytes) -> None:
-        if not self._streams:
+        if not self.streams:
             super()._start(first)
             return
         assert self.head is not None
