@@ -98,6 +98,8 @@ BROKEN = st.builds(
 @given(WRITTEN | BROKEN, SIZES, st.integers(1, 30))
 @example(b'{"a":"\\ud83d\\ude00\\ud83d\\ude00"}', 3, 10)
 @example(b'{"a":"\\\\\\\\\\"\\\\"}', 4, 9)
+@example(b'{"a":"%b"}' % (b"\\\\" * 100), 7, 41)
+@example(b'{"a":"%b"}' % (b"\\\\" * 100), 7, 42)
 @example(b'{"a":[1,]}', 3, 3)
 @example(b'{"a":[,1]}', 3, 3)
 @example(b'{"a":1}  ,', 3, 3)
