@@ -1,8 +1,13 @@
 """One cluster of real processes for all fault tests: starting one takes longer than breaking it."""
 
+import sys
+from pathlib import Path
+
 import pytest
 from fault_cells import Matrix
 from fault_cluster import FaultCluster
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,35 @@
+"""A cluster under load and random faults for minutes, and what would be found."""
+
+import sys
+
+import pytest
+import soak
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_two_minutes_of_faults_lose_nothing_and_leave_nothing(tmp_path):
+    result = soak.soak(tmp_path, 2.0, load=0.7, every_s=10.0, seed=1, show=lambda line: print(line, file=sys.stderr))
+    assert result.problems() == []
+    assert result.faults.total() >= 8
+    assert result.ends["served"] > 0.9 * result.ends.total()
+
+
+def test_memory_that_grows_is_found():
+    flat = [100.0 + (i % 7) for i in range(600)]
+    growing = [value + 0.05 * i for i, value in enumerate(flat)]  # 180 MiB an hour
+    assert soak.Result(1.0, memory_mib=flat, descriptors=[9] * 600).problems() == []
+    (problem,) = soak.Result(1.0, memory_mib=growing, descriptors=[9] * 600).problems()
+    assert "memory grows by 180" in problem
+
+
+def test_growth_while_caches_fill_is_no_leak():
+    filling = [min(i, 140) + 100.0 for i in range(600)]
+    assert soak.Result(1.0, memory_mib=filling, descriptors=[9] * 600).problems() == []
+
+
+def test_a_wrong_text_and_a_cut_stream_are_found():
+    result = soak.Result(1.0)
+    result.ends.update(served=5, wrong=1, cut=2)
+    result.ends["500"] = 3
+    assert result.problems() == ["2 requests cut", "1 requests wrong"]
