@@ -11,7 +11,6 @@ counted, no KV held, no shared memory of killed engines; the gateway's memory an
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import os
 import random
@@ -309,7 +308,7 @@ def main() -> None:
         result = soak(Path(folder), options.minutes, options.load, options.every, options.seed, show)
     print(table(result))
     if options.json:
-        options.json.write_text(json.dumps(dataclasses.asdict(result), indent=1))
+        options.json.write_text(json.dumps(vars(result), indent=1))
     if problems := result.problems():
         sys.exit("; ".join(problems))
 
