@@ -56,7 +56,7 @@ GATEWAY = {
 ROLES = ("prefill", "decode")
 PROMPTS = ("Once upon a time", "def main(args):\n    ", "The king said unto", "SELECT name FROM", "Es war einmal")
 TOKENS = 24
-_START_S = 60.0
+_START_S = 120.0
 
 
 def wait_until(condition: Callable[[], object], within_s: float = 20.0, what: str = "it") -> float:
