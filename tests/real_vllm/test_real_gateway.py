@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import subprocess
@@ -18,7 +19,8 @@ import numpy as np
 import openai
 import pytest
 import yaml
-from oracle import assert_same_routing, metric, transformers_counts
+from oracle import assert_same_routing, complete, metric, transformers_counts
+from scissors import cutting_gateway
 from servers import ROOT, TINY
 
 from coterie.activations import ActivationTrace
@@ -26,6 +28,7 @@ from coterie.errors import EngineError
 from coterie.up.cluster import Cluster
 from coterie.up.config import ClusterConfig, PoolConfig
 from coterie.wire import OUTPUT_KEY, PROMPT_KEY, decode_counts
+from vllm_streams import seen
 
 SMALL_CACHE = ("--block-size", "32", "--num-gpu-blocks-override", "320")
 CALIBRATE = ROOT / "examples" / "prompts" / "calibrate.jsonl"
@@ -242,6 +245,45 @@ def test_a_request_that_only_decode_refuses_strands_no_kv(cluster, profile, trac
         assert reply.status_code == 400
         assert "stream" in reply.json()["error"]["message"]
         wait_for_idle(cluster.prefill_urls[0], seconds=10)  # the lease would end after 30 s
+
+
+GREEDY = {"model": "tiny", "max_tokens": 24, "temperature": 0, "ignore_eos": True, "stream": True}
+USAGE = {"stream_options": {"include_usage": True}}
+BROKEN = [
+    ("/v1/completions", {"prompt": "The king said unto", "return_token_ids": True, **USAGE}, (1, 9)),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Count to three"}], **USAGE}, (5,)),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "你好"}], "return_token_ids": True}, (2,)),
+    ("/v1/completions", {"prompt": "Es war einmal", "stop": ["no such text", "x"], **USAGE}, (7,)),
+    ("/v1/completions", {"prompt": "人人生而自由，"}, (3, 4, 5)),  # characters of several tokens
+]
+"""Requests, and how many events come before the connection to their decode server is cut."""
+
+
+def test_a_stream_whose_decode_server_is_lost_goes_on_at_the_other(cluster):
+    async def ask(url, path, body):
+        async with httpx.AsyncClient(timeout=120, trust_env=False) as http:
+            reply = await http.post(url + path, json={**GREEDY, **body})
+        assert reply.status_code == 200, reply.text
+        return seen(reply.content.split(b"\n\n")[:-1])
+
+    async def story():
+        async with cutting_gateway(cluster.prefill_urls, cluster.decode_urls) as (served, scissors):
+            total, cases = "coterie_continuations_total", ((*case, cut) for *case, cuts in BROKEN for cut in cuts)
+            for number, (path, body, cut) in enumerate(cases):
+                expected = await ask(served.url, path, body)
+                scissors.events = cut
+                found = await ask(served.url, path, body)
+                value = served.gateway.metrics.registry.get_sample_value
+                ended = sum(value(total, {"outcome": outcome}) or 0 for outcome in ("resumed", "closed"))
+                assert (scissors.events, ended) == (None, number + 1)  # closed: the last token came before the cut
+                assert len(found.identities) == found.closed == 1
+                found.identities = expected.identities  # another id, another second
+                assert found == expected, (path, body, cut)
+                if found.ids:
+                    fresh = complete(cluster.decode_urls[1], found.prompt + found.ids[:cut], max_tokens=24 - cut)
+                    assert fresh["choices"][0]["token_ids"] == found.ids[cut:]
+
+    asyncio.run(story())
 
 
 def test_blocks_filled_from_outside_are_not_covered(cluster, rows):
