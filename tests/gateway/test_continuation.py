@@ -160,6 +160,8 @@ async def test_the_rest_is_computed_elsewhere_from_the_tokens_that_were_sent() -
         prefills = [made.json for engine in running.prefill for made in engine.seen]
         assert [body["prompt"] for body in prefills] == [[5, 6], [5, 6, *sent]]
         assert running.metric("continuations_total", outcome="resumed") == 1
+        assert running.metric("handoff_seconds_sum") >= 0
+        assert 0 <= running.metric("ttft_seconds_sum") <= running.metric("request_seconds_sum")
         await running.idle()
         assert not running.kv.held
 

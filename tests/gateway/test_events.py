@@ -69,7 +69,9 @@ def leg(
 ) -> EventRelay:
     """Another worker's relay, after these reads."""
     begun = 1.0 if reply.heads else None
-    relay = EventRelay(reply, [(b"x-request-id", b"1")], asyncio.new_event_loop(), None, transcript, begun)  # type: ignore[arg-type]
+    relay = EventRelay(
+        reply, [(b"x-request-id", b"1")], asyncio.new_event_loop(), None, transcript, begun=begun is not None
+    )  # type: ignore[arg-type]
     coding = b"transfer-encoding: chunked\r\n" if isinstance(framing, ChunkedFraming) else b""
     relay.on_head(parse_response_head(head + coding + b"\r\n"), SimpleNamespace(framing=framing))  # type: ignore[arg-type]
     for data in raw:

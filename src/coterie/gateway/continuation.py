@@ -28,7 +28,7 @@ class Followed:
     Attributes:
         transcript: what of it has come.
         times: how often it has gone on.
-        first_byte_s: when its first byte was relayed, on the loop's clock, once its first worker is lost.
+        first_byte_s: when its first byte was relayed, on the loop's clock, once its first worker is lost; None before.
     """
 
     transcript: Transcript
@@ -89,7 +89,8 @@ class Continuations:
         if (why := hindrance()) is not None:
             raise self._refused(failure, why)
         followed.times += 1
-        followed.first_byte_s = relay.first_byte_s
+        if followed.first_byte_s is None:
+            followed.first_byte_s = relay.first_byte_s
         journey.relay = relay_for(journey, self._loop, None)  # through which the client is told if there is no worker
         self._metrics.continuations.inc("resumed")
         return call
@@ -111,4 +112,4 @@ def relay_for(journey: Journey, loop: asyncio.AbstractEventLoop, pace: Pace | No
     headers, followed = identity(journey.id), journey.followed
     if followed is None:
         return Relay(journey.reply, headers, loop, pace)
-    return EventRelay(journey.reply, headers, loop, pace, followed.transcript, followed.first_byte_s)
+    return EventRelay(journey.reply, headers, loop, pace, followed.transcript, begun=followed.first_byte_s is not None)

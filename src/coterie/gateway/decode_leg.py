@@ -71,8 +71,8 @@ class DecodeLeg:
             await worker.pool.post(journey.request.target, journey.headers, body, relay, self.patience)
         except UpstreamError as error:
             self._faults.lost(worker, error)
-            begun = relay.first_byte_s is not None
-            raise LegFailed("decode", worker.name, error.kind, error=error, sent=relay.sent, begun=begun) from None
+            sent, begun = relay.sent, relay.begun
+            raise LegFailed("decode", worker.name, error.kind, error=error, sent=sent, begun=begun) from None
         assert relay.head is not None
         self._faults.answered(worker, relay.head.status)
         if relay.refusal is not None:

@@ -30,13 +30,13 @@ class EventRelay(Relay):
         loop: whose clock `first_byte_s` is on.
         pace: is shown the body of a stream; None where nobody wants to know.
         transcript: what of the stream has come.
-        first_byte_s: when an earlier worker's first byte was relayed; None where there was none.
+        begun: whether an earlier worker's bytes were relayed.
 
     Attributes:
         streams: whether the reply is a stream, as far as is known.
     """
 
-    __slots__ = ("_chunks", "_ended", "_partial", "_transcript", "streams")
+    __slots__ = ("_chunks", "_ended", "_goes_on", "_partial", "_transcript", "streams")
 
     def __init__(
         self,
@@ -45,15 +45,21 @@ class EventRelay(Relay):
         loop: asyncio.AbstractEventLoop,
         pace: Pace | None,
         transcript: Transcript,
-        first_byte_s: float | None = None,
+        *,
+        begun: bool = False,
     ) -> None:
         super().__init__(reply, headers, loop, pace)
-        self.first_byte_s = first_byte_s
+        self._goes_on = begun
         self._transcript = transcript
         self._partial = bytearray()
         self.streams = True
         self._ended = False
         self._chunks = not reply.request.http10
+
+    @property
+    def begun(self) -> bool:
+        """See `Relay.begun`."""
+        return self._goes_on or self.first_byte_s is not None
 
     @property
     def cut_short(self) -> bool:
@@ -68,7 +74,7 @@ class EventRelay(Relay):
         self.streams = self._is_stream()
         if self.streams and isinstance(self._framing, ChunkedFraming):
             self._payload = self._framing.payload = []
-        elif not self.streams and self.first_byte_s is not None:
+        elif not self.streams and self.begun:
             raise MalformedError(f"status {head.status} where a stream was to go on")
 
     def on_body(self, data: bytes) -> None:
@@ -153,8 +159,11 @@ class EventRelay(Relay):
         if not self.streams:
             super()._start(first)
             return
-        assert self.head is not None
         self.first_byte_s = self._loop.time()
+        if self._goes_on:
+            self._reply.write(first)
+            return
+        assert self.head is not None
         headers = (*(CHUNKED if self._chunks else ()), *self._headers)
         self._reply.start(self.head.status, headers, first, framed=self._chunks, lines=_without_length(self.head))
 

@@ -204,7 +204,7 @@ class Gateway:
         pass_through(reply, models, id_)
 
     def _record(self, journey: Journey) -> None:
-        relay, now_s = journey.relay, self._loop.time()
+        first_byte_s, now_s = journey.first_byte_s, self._loop.time()
         metrics, arrived_s = self.metrics, journey.request.arrived_s
         metrics.requests.inc(journey.request.path, str(journey.reply.status))
         metrics.total_s.observe(now_s - arrived_s)
@@ -212,8 +212,8 @@ class Gateway:
             metrics.prefill_s.observe(journey.prefill_s)
         if journey.decode_start_s is not None:
             metrics.decode_s.observe(now_s - journey.decode_start_s)
-        if relay is not None and relay.first_byte_s is not None:
-            metrics.first_byte_s.observe(relay.first_byte_s - arrived_s)
+        if first_byte_s is not None:
+            metrics.first_byte_s.observe(first_byte_s - arrived_s)
         if self.config.log_requests:
             self._lines.append(_line(journey, now_s))
 
@@ -245,8 +245,8 @@ def _allowed(request: Request, reply: Reply, method: str) -> bool:
 
 def _line(journey: Journey, now_s: float) -> bytes:
     """The request as one line of JSON: names and numbers, no content."""
-    decision, routed, relay, arrived_s = journey.decision, journey.routed, journey.relay, journey.request.arrived_s
-    first_byte_s = relay.first_byte_s if relay else None
+    decision, routed, arrived_s = journey.decision, journey.routed, journey.request.arrived_s
+    first_byte_s = journey.first_byte_s
     return msgspec.json.encode(
         {
             "time": round(time.time(), 3),

@@ -87,9 +87,16 @@ class Journey:
     @property
     def where(self) -> str:
         """`window`, with the decode leg's two halves told apart."""
-        if self.window == "decode" and self.relay is not None and self.relay.first_byte_s is not None:
+        if self.window == "decode" and self.relay is not None and self.relay.begun:
             return "stream"
         return self.window
+
+    @property
+    def first_byte_s(self) -> float | None:
+        """When the first byte of the reply's body was relayed, on the loop's clock; None before."""
+        if self.followed is not None and self.followed.first_byte_s is not None:
+            return self.followed.first_byte_s
+        return None if self.relay is None else self.relay.first_byte_s
 
 
 def request_id(request: Request) -> str:

@@ -108,6 +108,11 @@ class Relay:
         self._tail = b""
 
     @property
+    def begun(self) -> bool:
+        """Whether the client has been sent a part of the reply, whichever worker it came from."""
+        return self.first_byte_s is not None
+
+    @property
     def cut_short(self) -> bool:
         """Whether the reply is known to lack its end, though its framing is complete."""
         return False
