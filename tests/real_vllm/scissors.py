@@ -25,23 +25,31 @@ class Scissors:
     @contextlib.asynccontextmanager
     async def before(self, url: str) -> AsyncIterator[str]:
         """A proxy for a server; yields its URL."""
-        parts = urlsplit(url)
+        parts, running = urlsplit(url), list[asyncio.Task[None]]()
 
-        async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        async def between(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             there_reader, there = await asyncio.open_connection(parts.hostname, parts.port)
             ways = [
                 asyncio.ensure_future(_pump(reader, there)),
                 asyncio.ensure_future(self._back(there_reader, writer)),
             ]
-            await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
-            for way in ways:
-                way.cancel()
-            for end in (there, writer):
-                end.transport.abort()
+            try:
+                await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for way in ways:
+                    way.cancel()
+                for end in (there, writer):
+                    end.transport.abort()
+
+        def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            running.append(asyncio.create_task(between(reader, writer)))
 
         server = await asyncio.start_server(connected, "127.0.0.1", 0)
         async with server:
             yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            for connection in running:  # those that the gateway kept, too
+                connection.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
 
     async def _back(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         seen = 0
