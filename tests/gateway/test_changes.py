@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_engine import Kv, hang
+from fake_engine import Exchange, FakeEngine, Kv, hang, serve_well
 from stories import Cluster, configured, eventually, fakes, story
 
 from bare_profiles import bare_profile
@@ -237,8 +237,27 @@ async def test_a_reload_takes_the_workers_of_the_file_and_keeps_who_stays() -> N
 async def test_a_reload_undoes_what_was_changed_by_hand() -> None:
     async with running(spare=1) as cluster:
         await cluster.changes.add("decode", cluster.decode[2].url)
-        await cluster.available("decode-0", "decode-1", "decode-2")  # a probe that is cut short leaves KV to its lease
         assert (await cluster.changes.reload()).removed == ("decode-2",)
+        await eventually(lambda: cluster.names() == ["decode-0", "decode-1"])
+
+
+@story
+async def test_a_worker_that_is_removed_amid_its_probe_leaves_no_kv_behind() -> None:
+    async with running(spare=1) as cluster:
+        taken = asyncio.Event()
+
+        async def late(engine: FakeEngine, exchange: Exchange) -> None:
+            await taken.wait()
+            await serve_well(engine, exchange)
+
+        cluster.decode[2].answer = late
+        await cluster.changes.add("decode", cluster.decode[2].url)
+        await eventually(lambda: bool(cluster.decode[2].seen))
+        await cluster.changes.reload()
+        await asyncio.sleep(0.05)
+        assert cluster.kv.held
+        taken.set()
+        await eventually(lambda: not cluster.kv.held)
         await eventually(lambda: cluster.names() == ["decode-0", "decode-1"])
 
 

@@ -141,8 +141,8 @@ class Gateway:
         for client in list(self.clients):
             client.abort()
         await self._wait_for_clients(1.0)  # those cut hand over what must be released
-        if self.dispatcher.handoffs.background:
-            await asyncio.wait(self.dispatcher.handoffs.background, timeout=self.config.connect_timeout_s)
+        if background := self.dispatcher.handoffs.background | self.prober.pairing:
+            await asyncio.wait(background, timeout=self.config.connect_timeout_s)
 
     def stop(self) -> None:
         """Close what is left: the sweep and the idle connections to workers."""

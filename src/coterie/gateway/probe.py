@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Sequence
 
@@ -38,11 +39,13 @@ class Prober:
     Attributes:
         models: what each worker serves, by its name.
         geometries: of the counts that each prefill worker's probe returned; a string says why there are none.
+        pairing: probes of pairs under way.
     """
 
     def __init__(self, engine: Engine, config: GatewayConfig) -> None:
         self.models: dict[str, list[str]] = {}
         self.geometries: dict[str, ModelGeometry | str] = {}
+        self.pairing: set[asyncio.Task[None]] = set()
         self._engine = engine
         self.configure(config)
 
@@ -83,7 +86,7 @@ class Prober:
             await self._prefill(worker)
         for other in others:
             try:
-                await self._pair(*((worker, other) if worker.role == "prefill" else (other, worker)))
+                await self._pair_whole(*((worker, other) if worker.role == "prefill" else (other, worker)))
             except ProbeError as error:
                 if error.worker is worker:
                     raise
@@ -91,6 +94,13 @@ class Prober:
         for decode in [worker] if worker.role == "decode" else others:
             if others and not decode.transfer.fetches:
                 await look(self._engine, decode, self._quick)
+
+    async def _pair_whole(self, prefill: Worker, decode: Worker) -> None:
+        """End what was begun even if nobody waits for it any more: until the second leg, the first one's KV is kept."""
+        pair = asyncio.create_task(self._pair(prefill, decode))
+        self.pairing.add(pair)
+        pair.add_done_callback(self.pairing.discard)
+        await asyncio.shield(pair)
 
     async def _pair(self, prefill: Worker, decode: Worker) -> None:
         call, handoff = await self._prefill(prefill)
