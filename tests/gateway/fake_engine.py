@@ -259,6 +259,19 @@ async def garbage(engine: FakeEngine, exchange: Exchange) -> None:
     await asyncio.sleep(0.05)
 
 
+def half(status: int) -> Answer:
+    """Break off amid a reply that is no stream."""
+
+    async def answer(engine: FakeEngine, exchange: Exchange) -> None:
+        exchange.head(status, b"content-length: 100\r\n")
+        exchange.write(b"x" * 50)
+        await exchange.writer.drain()
+        await asyncio.sleep(0.05)
+        exchange.reset()
+
+    return answer
+
+
 def refuse(status: int, body: bytes, headers: bytes = JSON) -> Answer:
     """Answer with an error."""
 

@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 import pytest
-from fake_engine import Answer, Exchange, FakeEngine, hang, refuse, serve_well
+from fake_engine import Answer, Exchange, FakeEngine, half, hang, refuse, serve_well
 from stories import Cluster, Reply, cluster, eventually, story
 
 from coterie.engines.vllm_nixl import CHAT, COMPLETIONS
@@ -284,15 +284,8 @@ async def test_switched_off_nothing_is_asked_of_workers_and_nothing_said() -> No
 
 @story
 async def test_a_reply_that_is_no_stream_after_all_is_cut_where_it_broke() -> None:
-    async def half(engine: FakeEngine, exchange: Exchange) -> None:
-        exchange.head(400, b"content-length: 100\r\n")
-        exchange.write(b"x" * 50)
-        await exchange.writer.drain()
-        await asyncio.sleep(0.05)
-        exchange.reset()
-
     async with cluster() as running, running.client() as client:
-        running.decode[0].answer = half
+        running.decode[0].answer = half(400)
         client.post(json.dumps(ASK).encode())
         with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
             await client.reply()

@@ -6,7 +6,7 @@ import asyncio
 import json
 
 import pytest
-from fake_engine import Exchange, FakeEngine, die_after, event, serve_well, when
+from fake_engine import Exchange, FakeEngine, die_after, event, half, serve_well, when
 from stories import cluster, eventually, story
 
 from coterie.gateway.client import Reply
@@ -55,15 +55,8 @@ async def test_a_stream_cut_within_a_chunk_or_an_event_is_never_ended_as_if_whol
 
 @story
 async def test_a_whole_reply_cut_in_the_middle_cuts_the_client_too() -> None:
-    async def half(engine: FakeEngine, exchange: Exchange) -> None:
-        exchange.head(200, b"content-length: 100\r\n")
-        exchange.write(b"x" * 50)
-        await exchange.writer.drain()
-        await asyncio.sleep(0.05)
-        exchange.reset()
-
     async with cluster() as running, running.client() as client:
-        running.decode[0].answer = half
+        running.decode[0].answer = half(200)
         client.post(json.dumps(ASK).encode())
         with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
             await client.reply()
