@@ -13,6 +13,7 @@ import yaml
 
 from coterie.core import Role
 from coterie.errors import ConfigError
+from coterie.files import read_text
 from coterie.gateway.pool import split_url
 from coterie.gateway.tls import is_loopback
 from coterie.routing.shared_load import MOST_ROWS
@@ -260,12 +261,8 @@ def read_yaml(file: Path) -> Any:
         ConfigError: it cannot be read.
     """
     try:
-        with file.open("rb") as stream:
-            text = stream.read(MAX_CONFIG_BYTES + 1)  # a device has no size, and no end
-        if len(text) > MAX_CONFIG_BYTES:
-            raise ConfigError(f"{file}: larger than {MAX_CONFIG_BYTES} bytes")
-        return yaml.safe_load(text.decode("utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        return yaml.safe_load(read_text(file, MAX_CONFIG_BYTES))
+    except yaml.YAMLError as error:
         raise ConfigError(f"{file}: {error}") from None
 
 

@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from coterie.errors import InputError
+from coterie.files import read_text
 
 FOLDER = Path(__file__).parent
 """Where the published files are."""
@@ -212,13 +213,13 @@ def read_toml(path: Path, kind: type[_T]) -> _T:
         InputError: the file cannot be read or holds something else.
     """
     try:
-        return msgspec.convert(tomllib.loads(_read(path)), kind)
+        return msgspec.convert(tomllib.loads(read_text(path, _MOST_BYTES)), kind)
     except (tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
         raise InputError(f"{path}: {error}") from None
 
 
 def _read_rows(path: Path, kind: type[_T]) -> tuple[_T, ...]:
-    rows = csv.DictReader(_read(path).splitlines())
+    rows = csv.DictReader(read_text(path, _MOST_BYTES).splitlines())
     return tuple(_read_row(path, number, row, kind) for number, row in enumerate(rows, start=2))
 
 
@@ -230,14 +231,3 @@ def _read_row(path: Path, number: int, row: Mapping[str, Any], kind: type[_T]) -
         return msgspec.convert(given, kind, strict=False)
     except msgspec.ValidationError as error:
         raise InputError(f"{path}, line {number}: {error}") from None
-
-
-def _read(path: Path) -> str:
-    try:
-        with open(path, encoding="utf-8") as file:
-            text = file.read(_MOST_BYTES + 1)
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: cannot be read: {error}") from None
-    if len(text) > _MOST_BYTES:
-        raise InputError(f"{path}: larger than {_MOST_BYTES} bytes")
-    return text
