@@ -38,8 +38,8 @@ class Scissors:
             finally:
                 for way in ways:
                     way.cancel()
-                for end in (there, writer):
-                    end.transport.abort()
+                there.transport.abort()
+                writer.close()  # a reset would take back what the gateway has not read yet
 
         def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             running.append(asyncio.create_task(between(reader, writer)))
@@ -59,7 +59,6 @@ class Scissors:
                 self.events = None
                 writer.write(data[:-40])
                 await writer.drain()
-                await asyncio.sleep(0.05)
                 return
             writer.write(data)
             await writer.drain()
