@@ -116,7 +116,7 @@ def test_a_damaged_request_is_not_read(offset, value, message):
 @pytest.mark.parametrize(
     ("offset", "value", "message"),
     [
-        (128 + 16, 3, "unknown status 3"),
+        (128 + 16, 4, "unknown status 4"),
         (128 + 20, 6, "6 tokens"),
         (128 + 24, 9, "of size 9"),
         (128 + 28, 3, "unknown dtype 3"),

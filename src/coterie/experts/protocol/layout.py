@@ -56,6 +56,7 @@ class Status(IntEnum):
     COMPUTED = 0
     STALE = 1  # the server's experts changed; read the routing table anew
     ABSENT = 2  # the server does not hold one of the experts
+    MALFORMED = 3  # the request breaks the protocol; to send it again is of no use
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -86,7 +87,7 @@ class Reply:
     """What the server made of a request.
 
     Attributes:
-        epoch: since when the server has the experts that it has.
+        epoch: since when the server has the experts that it has; 0 if the request was malformed.
         status: whether it computed.
         sums: `[T, H]`: for each token, the sum of its experts' outputs on this server, times their weights; `[0, H]` if
             it did not compute.

@@ -146,24 +146,23 @@ def release(slot: Slot[Any, Any], owner: int) -> None:
     slot.swap(Word.OWNER, owner, NOBODY)
 
 
-def pick_up(slot: Slot[RequestT, Any]) -> tuple[int, RequestT] | None:
-    """Server: sequence number and request, if there is one to answer.
+def pick_up(slot: Slot[RequestT, Any]) -> tuple[int, RequestT | WireError] | None:
+    """Server: sequence number and request, if there is one to answer; what is wrong with it, if it cannot be read.
 
     The request may be withdrawn at any time, and another one written over it, so what is read here may be any bytes.
-
-    Raises:
-        WireError: the request cannot be read, and was not withdrawn; the client does not follow these rules.
+    It is the client's fault only if the state word shows afterwards that the request was wanted all along.
     """
     word = slot.load(Word.STATE)
     if state_of(word) is not State.READY:
         return None
     try:
         sequence, request = slot.read_request()
-    except WireError:
-        if slot.load(Word.STATE) == word:
-            raise
-        return None
-    return (sequence, request) if sequence == sequence_of(word) else None
+        if sequence == sequence_of(word):
+            return sequence, request
+        problem = WireError(f"expert request: {sequence} in the place of {sequence_of(word)}")
+    except WireError as error:
+        problem = error
+    return (sequence_of(word), problem) if slot.load(Word.STATE) == word else None
 
 
 def answer(slot: Slot[Any, ReplyT], sequence: int, reply: ReplyT) -> bool:

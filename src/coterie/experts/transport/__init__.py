@@ -1,5 +1,5 @@
 """Ways between clients and expert servers; shared memory of one host, so far."""
 
-from coterie.experts.transport.shared import SharedClient, SharedServer
+from coterie.experts.transport.shared import Pending, SharedClient, SharedServer
 
-__all__ = ["SharedClient", "SharedServer"]
+__all__ = ["Pending", "SharedClient", "SharedServer"]

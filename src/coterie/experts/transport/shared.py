@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 import struct
@@ -14,13 +15,17 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
+
 from coterie.errors import EngineError, InputError, WireError
-from coterie.experts.protocol import Reply, Request, SlotShape, Word, rules
+from coterie.experts.protocol import Reply, Request, SlotShape, Status, Word, rules
 from coterie.experts.protocol.layout import DOORBELL
 from coterie.experts.transport.doorbell import Doorbell
 from coterie.experts.transport.identity import is_alive, own_identity
 from coterie.experts.transport.words import Words
 from coterie.shm import SharedFile
+
+_LOG = logging.getLogger(__name__)
 
 PREFIX = "coterie-experts-"
 LOOK_S = 0.02
@@ -72,6 +77,10 @@ class SharedServer:
         shape: of its slots.
         slots: how many, so how many clients at a time.
 
+    Attributes:
+        path: its file, which clients open.
+        malformed: requests that could not be read, so far.
+
     Raises:
         InputError: there is no slot.
         UnsupportedError: there is too little shared memory, or no atomic operations.
@@ -80,7 +89,7 @@ class SharedServer:
     def __init__(self, shape: SlotShape, slots: int) -> None:
         if slots < 1:
             raise InputError(f"expert server: {slots} slots; need one for each client, so one at least")
-        self._me = own_identity()
+        self.shape, self.malformed, self._me = shape, 0, own_identity()
         self._file = SharedFile.create(PREFIX, _PAGE + slots * _pages(shape.size))
         self.path = self._file.path
         _HEADER.pack_into(self._file.memory, 0, _MAGIC, _VERSION, slots, *_sizes(shape), self._me)
@@ -90,28 +99,37 @@ class SharedServer:
         self._swept_s = time.monotonic()
 
     def step(self, compute: Callable[[Sequence[Request]], Sequence[Reply]], timeout_s: float) -> int:
-        """Wait for requests, and reply to all that are ready.
+        """Wait for requests, and reply to all that are ready; to those that cannot be read, that they are malformed.
 
         Args:
-            compute: gets them together, and gives as many replies.
+            compute: gets the others together, if there are any, and gives as many replies.
             timeout_s: how long to wait, at most.
 
         Returns:
             How many there were.
         """
         self._sweep()
-        picked = self._bell.wait(self._pick_up, min(timeout_s, SWEEP_S))
-        if picked is None:
-            return 0
-        replies = compute([request for _, _, request in picked])
-        for (slot, sequence, _), reply in zip(picked, replies, strict=True):
-            if rules.answer(slot, sequence, reply):
-                slot.bell.ring()
+        picked = self._bell.wait(self._pick_up, min(timeout_s, SWEEP_S)) or []
+        wanted: list[tuple[SharedSlot, int, Request]] = []
+        for slot, sequence, request in picked:
+            if isinstance(request, WireError):
+                self._refuse(slot, sequence, request)
+            else:
+                wanted.append((slot, sequence, request))
+        if wanted:
+            replies = compute([request for _, _, request in wanted])
+            for (slot, sequence, _), reply in zip(wanted, replies, strict=True):
+                _answer(slot, sequence, reply)
         return len(picked)
 
-    def _pick_up(self) -> list[tuple[SharedSlot, int, Request]] | None:
+    def _pick_up(self) -> list[tuple[SharedSlot, int, Request | WireError]] | None:
         found = [(slot, picked) for slot in self._slots if (picked := rules.pick_up(slot)) is not None]
         return [(slot, sequence, request) for slot, (sequence, request) in found] or None
+
+    def _refuse(self, slot: SharedSlot, sequence: int, problem: WireError) -> None:
+        self.malformed += 1
+        _LOG.warning("refused: %s", problem)
+        _answer(slot, sequence, Reply(0, Status.MALFORMED, np.empty((0, self.shape.hidden), np.float32)))
 
     def _sweep(self) -> None:
         if time.monotonic() - self._swept_s >= SWEEP_S:
@@ -130,6 +148,9 @@ class SharedClient:
     Args:
         path: the server's file.
 
+    Attributes:
+        shape: the most that a request can carry.
+
     Raises:
         WireError: it is not such a file.
         EngineError: the server is gone, or all its slots are taken.
@@ -137,42 +158,33 @@ class SharedClient:
 
     def __init__(self, path: Path) -> None:
         self._path, self._me = path, own_identity()
-        memory, self._server, shape, slots = _open(path)
+        memory, self._server, self.shape, slots = _open(path)
         words = Words(memory)
         self._bell = Doorbell(words, _BELL)
-        free = (slot for slot in _slots(words, memory, shape, slots) if rules.claim(slot, self._me))
+        free = (slot for slot in _slots(words, memory, self.shape, slots) if rules.claim(slot, self._me))
         self._slot = next(free, None)
         if self._slot is None:
             raise EngineError(f"expert server {path.name}: all {slots} slots are taken; start it with more")
 
-    def call(self, request: Request, timeout_s: float) -> Reply:
-        """Send a request and wait for its reply.
+    @property
+    def alive(self) -> bool:
+        """Whether the server's process still runs; one that is suspended does."""
+        return is_alive(self._server)
+
+    def post(self, request: Request) -> Pending:
+        """Send a request, and do not wait.  What is returned must be waited for or withdrawn before the next one.
 
         Raises:
-            InputError: the request does not fit the slot.
-            EngineError: the server died, or did not reply in time.
-            WireError: the reply cannot be read, or is to another request.
-
-        After each of them the slot can be used again, if the server lives.
+            InputError: the request does not fit the slot, or this client is closed.
         """
         slot = self._open_slot()
         sequence = rules.post(slot, request)
-        try:
-            self._bell.ring()
-            return self._await(slot, sequence, timeout_s)
-        except BaseException:  # a time-out, a reply that cannot be read, an interrupt
-            rules.withdraw(slot, sequence)
-            raise
+        self._bell.ring()
+        return Pending(slot, sequence, self._path.name, self._server)
 
-    def _await(self, slot: SharedSlot, sequence: int, timeout_s: float) -> Reply:
-        deadline_s = time.monotonic() + timeout_s
-        while (left_s := deadline_s - time.monotonic()) > 0:
-            reply = slot.bell.wait(lambda: rules.take(slot, sequence), min(left_s, LOOK_S))
-            if reply is not None:
-                return reply
-            if not is_alive(self._server):
-                raise EngineError(f"expert server {self._path.name} died")
-        raise EngineError(f"expert server {self._path.name} did not reply in {timeout_s} s")
+    def call(self, request: Request, timeout_s: float) -> Reply:
+        """Send a request and wait for its reply: `post`, then `Pending.wait`."""
+        return self.post(request).wait(time.monotonic() + timeout_s)
 
     def close(self) -> None:
         """Leave the slot to others."""
@@ -183,6 +195,51 @@ class SharedClient:
         if self._slot is None:
             raise InputError(f"expert server {self._path.name}: this client is closed")
         return self._slot
+
+
+class Pending:
+    """A request that was posted.  Several, at as many servers, may be waited for one after the other."""
+
+    def __init__(self, slot: SharedSlot, sequence: int, name: str, server: int) -> None:
+        self._slot, self._sequence, self._name, self._server = slot, sequence, name, server
+
+    def wait(self, deadline_s: float) -> Reply:
+        """The reply, once.
+
+        Args:
+            deadline_s: until when to wait, by `time.monotonic`; one that has passed asks for what is there already.
+
+        Raises:
+            EngineError: the server died, or did not reply in time.
+            WireError: the reply cannot be read, or is to another request.
+
+        After each of them the request is withdrawn, so that the slot can be used again, if the server lives.
+        """
+        try:
+            return self._await(deadline_s)
+        except BaseException:  # a time-out, a reply that cannot be read, an interrupt
+            self.withdraw()
+            raise
+
+    def withdraw(self) -> None:
+        """Want no reply any more."""
+        rules.withdraw(self._slot, self._sequence)
+
+    def _await(self, deadline_s: float) -> Reply:
+        while True:
+            left_s = deadline_s - time.monotonic()
+            reply = self._slot.bell.wait(lambda: rules.take(self._slot, self._sequence), min(left_s, LOOK_S))
+            if reply is not None:
+                return reply
+            if not is_alive(self._server):
+                raise EngineError(f"expert server {self._name} died")
+            if left_s <= LOOK_S:
+                raise EngineError(f"expert server {self._name} did not reply in time")
+
+
+def _answer(slot: SharedSlot, sequence: int, reply: Reply) -> None:
+    if rules.answer(slot, sequence, reply):
+        slot.bell.ring()
 
 
 def _open(path: Path) -> tuple[mmap.mmap, int, SlotShape, int]:
