@@ -16,7 +16,7 @@ from fake_engine import Answer, FakeEngine, Kv, serve_well
 
 from coterie.core import ExpertCounts
 from coterie.engines.vllm_nixl import VllmNixl
-from coterie.gateway.changes import Changes
+from coterie.gateway.admin.changes import Changes
 from coterie.gateway.config import GatewayConfig
 from coterie.gateway.gateway import Gateway
 from coterie.gateway.server import serving

@@ -11,8 +11,8 @@ import msgspec
 import pytest
 from stories import Cluster, cluster, eventually, story
 
-from coterie.gateway import admin_api
-from coterie.gateway.admin import MAX_BODY_BYTES
+from coterie.gateway.admin import api as admin_api
+from coterie.gateway.admin.app import MAX_BODY_BYTES
 from coterie.gateway.config import FIELDS
 
 JSON = {"content-type": "application/json"}

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from stories import story
 
-from coterie.gateway.admission import Admission, Gate, Ticket
-from coterie.gateway.http1 import RefusedError
+from coterie.gateway.edge.admission import Admission, Gate, Ticket
+from coterie.gateway.edge.http1 import RefusedError
 
 TENANTS = st.sampled_from("abcd")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coterie.gateway.breaker import Breaker, BreakerRules
+from coterie.gateway.fleet.breaker import Breaker, BreakerRules
 
 RULES = BreakerRules(failures=3, open_s=1.0, most_open_s=4.0)
 

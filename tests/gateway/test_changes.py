@@ -19,7 +19,7 @@ from bare_profiles import bare_profile
 from coterie.core import ExpertCounts, ModelGeometry
 from coterie.engines.vllm_nixl import VllmNixl
 from coterie.errors import ConfigError, InputError, ProfileError
-from coterie.gateway.changes import UnknownWorkerError
+from coterie.gateway.admin.changes import UnknownWorkerError
 from coterie.gateway.config import GatewayConfig
 from coterie.gateway.server import serving
 from coterie.signature import SignatureTransform

@@ -11,7 +11,7 @@ from fake_engine import Answer, Exchange, FakeEngine, half, hang, refuse, serve_
 from stories import Cluster, Reply, cluster, eventually, story
 
 from coterie.engines.vllm_nixl import CHAT, COMPLETIONS
-from coterie.gateway.retry import Budget
+from coterie.gateway.legs.retry import Budget
 from vllm_streams import Asked, Seen, events, read, seen, steps
 
 ASK = {"model": "tiny", "prompt": [5, 6], "stream": True, "temperature": 0, "max_tokens": 6}

@@ -6,8 +6,8 @@ import pytest
 from stories import story
 
 from coterie.errors import WireError
-from coterie.gateway import control
-from coterie.gateway.control import Answer, Ask, Ready, receive, send
+from coterie.gateway.processes import control
+from coterie.gateway.processes.control import Answer, Ask, Ready, receive, send
 
 
 class Wire:

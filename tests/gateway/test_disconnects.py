@@ -8,7 +8,7 @@ import json
 from fake_engine import Exchange, FakeEngine, hang, when
 from stories import cluster, eventually, story
 
-from coterie.gateway.upstream import Collected, Patience, Upstream
+from coterie.gateway.legs.upstream import Collected, Patience, Upstream
 
 ASK = json.dumps({"model": "tiny", "prompt": "a b c", "max_tokens": 3}).encode()
 STREAM = json.dumps({"model": "tiny", "prompt": "a b c", "max_tokens": 1000, "stream": True}).encode()

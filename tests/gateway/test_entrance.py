@@ -14,8 +14,8 @@ import yaml
 from fake_engine import Exchange, FakeEngine, event, hang, serve_well
 from stories import Cluster, RawClient, cluster, eventually, story
 
-from coterie.gateway.access import read_access
-from coterie.gateway.keys import digest
+from coterie.gateway.edge.access import read_access
+from coterie.gateway.edge.keys import digest
 
 ALICE, BOB = "coterie-alice", "coterie-bob"
 ASK = json.dumps({"model": "tiny", "prompt": "a b c", "max_tokens": 3}).encode()

@@ -13,8 +13,15 @@ import pytest
 
 from coterie.engines.base import Transcript
 from coterie.engines.vllm_nixl import CHAT, COMPLETIONS, VllmNixl
-from coterie.gateway.events import MAX_EVENT_BYTES, EventRelay
-from coterie.gateway.http1 import ChunkedFraming, CloseFraming, Framing, MalformedError, parse_response_head, unchunk
+from coterie.gateway.edge.http1 import (
+    ChunkedFraming,
+    CloseFraming,
+    Framing,
+    MalformedError,
+    parse_response_head,
+    unchunk,
+)
+from coterie.gateway.legs.events import MAX_EVENT_BYTES, EventRelay
 from vllm_streams import events, read, seen
 
 engine = VllmNixl()

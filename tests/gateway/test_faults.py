@@ -9,8 +9,8 @@ import pytest
 from fake_engine import Exchange, FakeEngine, die_after, event, half, serve_well, when
 from stories import cluster, eventually, story
 
-from coterie.gateway.client import Reply
-from coterie.gateway.upstream import STALE_S
+from coterie.gateway.edge.client import Reply
+from coterie.gateway.legs.upstream import STALE_S
 
 ASK = {"model": "tiny", "prompt": "a b c", "max_tokens": 3}
 STREAM = {**ASK, "stream": True}

@@ -18,8 +18,8 @@ import pytest
 from fake_engine import FakeEngine, Kv
 from stories import RawClient, eventually, fakes, post, story
 
-from coterie.gateway.processes import DEATHS_S, Deaths
-from coterie.gateway.seat import BOARD_PREFIX
+from coterie.gateway.processes.parent import DEATHS_S, Deaths
+from coterie.gateway.processes.seat import BOARD_PREFIX
 from coterie.shm import FOLDER
 
 BODY = b'{"model": "tiny", "prompt": "x", "max_tokens": %d, "stream": true}'

@@ -11,7 +11,7 @@ from stories import Cluster, cluster, eventually, story
 
 from bare_profiles import bare_profile
 from coterie.core import ExpertCounts, ModelGeometry
-from coterie.gateway import background
+from coterie.gateway.fleet import background
 from coterie.signature import SignatureTransform
 
 GEOMETRY = ModelGeometry(layers=1, experts=4, top_k=1)

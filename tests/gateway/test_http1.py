@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coterie.gateway.http1 import (
+from coterie.gateway.edge.http1 import (
     HOP_BY_HOP,
     ChunkedFraming,
     LengthFraming,

@@ -11,9 +11,9 @@ from click.testing import CliRunner
 
 from coterie.cli.key import key as command
 from coterie.errors import ConfigError
-from coterie.gateway.access import read_access
 from coterie.gateway.config import GatewayConfig
-from coterie.gateway.keys import Key, KeyRing, load_keys
+from coterie.gateway.edge.access import read_access
+from coterie.gateway.edge.keys import Key, KeyRing, load_keys
 
 SECRET = "coterie-0123456789"
 HASH = hashlib.sha256(SECRET.encode()).hexdigest()

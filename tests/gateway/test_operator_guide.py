@@ -10,7 +10,7 @@ from pathlib import Path
 from stories import cluster, story
 
 import coterie.gateway
-from coterie.gateway import together
+from coterie.gateway.processes import together
 from coterie.routing import refit
 
 GUIDE = Path(__file__).parents[2] / "docs" / "operate.md"
@@ -60,14 +60,14 @@ def test_every_error_that_the_source_names_is_in_the_guide_with_its_status() -> 
 def test_every_code_that_the_source_names_is_in_the_guide() -> None:
     """Those of events in a stream that has begun, too, which have no status of their own."""
     told = {word for _, kind, *_ in rows("Errors") for word in re.findall(r"`(\w+)`", kind)}
-    named = {code for file in GATEWAY.glob("*.py") for code in re.findall(r'code="(\w+)"', file.read_text())}
+    named = {code for file in GATEWAY.rglob("*.py") for code in re.findall(r'code="(\w+)"', file.read_text())}
     assert "worker_lost" in named
     assert named <= told, f"not in the guide: {named - told}"
 
 
 def errors_of_the_source() -> Iterator[tuple[str, str | None]]:
     """Status and code of each error that the gateway says, by its source."""
-    for file in GATEWAY.glob("*.py"):
+    for file in GATEWAY.rglob("*.py"):
         tree = ast.parse(file.read_text())
         for makes in ast.walk(tree):
             if isinstance(makes, ast.FunctionDef | ast.AsyncFunctionDef):

@@ -10,7 +10,7 @@ from stories import cluster, eventually, story
 
 from coterie.clock import ManualClock
 from coterie.core import Served
-from coterie.gateway.stream import Pace
+from coterie.gateway.legs.stream import Pace
 from coterie.routing import LeastLoad
 
 STREAM = b"data: {}\n\ndata: {}\n\ndata: {}\n\ndata: [DONE]\n\n"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coterie.gateway.keys import Key
-from coterie.gateway.quota import Allowance, Excess, Quota
+from coterie.gateway.edge.keys import Key
+from coterie.gateway.edge.quota import Allowance, Excess, Quota
 
 
 def quota(**limits: int) -> Quota:

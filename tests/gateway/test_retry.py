@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coterie.gateway.http1 import ResponseHead
-from coterie.gateway.retry import Budget, LegFailed, Tries, next_leg
-from coterie.gateway.upstream import Collected
+from coterie.gateway.edge.http1 import ResponseHead
+from coterie.gateway.legs.retry import Budget, LegFailed, Tries, next_leg
+from coterie.gateway.legs.upstream import Collected
 
 
 def answer(status: int) -> Collected:

@@ -15,11 +15,11 @@ from fake_engine import Exchange, FakeEngine, event, hang
 from stories import cluster, eventually, post, story
 
 from coterie.errors import ConfigError, EngineError
-from coterie.gateway.access import read_access
 from coterie.gateway.config import GatewayConfig
-from coterie.gateway.pool import Pool
-from coterie.gateway.tls import is_loopback, server_context, worker_context
-from coterie.gateway.upstream import Collected, Patience, UpstreamError
+from coterie.gateway.edge.access import read_access
+from coterie.gateway.edge.tls import is_loopback, server_context, worker_context
+from coterie.gateway.legs.pool import Pool
+from coterie.gateway.legs.upstream import Collected, Patience, UpstreamError
 
 ASK = b'{"model":"tiny","prompt":"a b c","max_tokens":3}'
 STREAM = b'{"model":"tiny","prompt":"a b c","max_tokens":3,"stream":true}'

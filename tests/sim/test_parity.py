@@ -16,11 +16,11 @@ from coterie import wire
 from coterie.calibration import fit
 from coterie.core import RouteRequest, prompt_hash
 from coterie.engines.vllm_nixl import VllmNixl
-from coterie.gateway.client import Reply, Request
 from coterie.gateway.config import GatewayConfig
+from coterie.gateway.edge.client import Reply, Request
+from coterie.gateway.edge.http1 import ResponseHead
 from coterie.gateway.gateway import Gateway
-from coterie.gateway.http1 import ResponseHead
-from coterie.gateway.upstream import UpstreamError
+from coterie.gateway.legs.upstream import UpstreamError
 from coterie.latency import StepTime, TokenTime
 from coterie.routing import DECODE_POLICIES, Background, Watcher, make_policy
 from coterie.sim import Change, ClusterSpec, Population, Stream, population_of, simulate

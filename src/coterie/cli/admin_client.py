@@ -14,7 +14,7 @@ import httpx
 import msgspec
 
 from coterie.errors import ConfigError, EngineError
-from coterie.gateway.admin_api import Error
+from coterie.gateway.admin.api import Error
 
 _TIMEOUT_S = 120.0  # a reload reads a trace, and makes a policy of it
 _T = TypeVar("_T")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from coterie.gateway.keys import Key, digest, new_key
+from coterie.gateway.edge.keys import Key, digest, new_key
 
 
 @click.group()

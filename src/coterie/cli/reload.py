@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import click
 
 from coterie.cli.admin_client import Admin, asks_admin, tell
-from coterie.gateway.admin_api import Reloaded
+from coterie.gateway.admin.api import Reloaded
 
 
 @click.command()

@@ -12,7 +12,7 @@ import click
 
 from coterie.engines.vllm_nixl import VllmNixl
 from coterie.gateway.config import FIELDS, GatewayConfig, Source
-from coterie.gateway.processes import run_processes
+from coterie.gateway.processes.parent import run_processes
 from coterie.gateway.server import Serving, run
 
 

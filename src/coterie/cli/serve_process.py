@@ -6,7 +6,7 @@ import sys
 
 from coterie.cli.serve import describe, set_up_logging
 from coterie.engines.vllm_nixl import VllmNixl
-from coterie.gateway.process import run_process
+from coterie.gateway.processes.child import run_process
 
 
 def main() -> None:

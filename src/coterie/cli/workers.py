@@ -10,7 +10,7 @@ import msgspec
 from coterie.cli.admin_client import Admin, asks_admin, tell
 from coterie.cli.show import show
 from coterie.errors import EngineError
-from coterie.gateway.admin_api import State, WorkerRow, Workers
+from coterie.gateway.admin.api import State, WorkerRow, Workers
 from coterie.report.tables import NONE, Table, printable
 
 _LOOK_S = 0.2

@@ -11,18 +11,18 @@ import msgspec
 from coterie.clock import Clock, SystemClock
 from coterie.engines.base import Engine
 from coterie.errors import CoterieError, RequestError
-from coterie.gateway.access import NO_ACCESS, Access
-from coterie.gateway.answers import answer_error, pass_through
-from coterie.gateway.client import ClientConnection, ClientLimits, Clients, Reply, Request
 from coterie.gateway.config import GatewayConfig
-from coterie.gateway.dispatch import Dispatcher
-from coterie.gateway.entrance import Entrance
-from coterie.gateway.journey import Journey, request_id, worker_headers
+from coterie.gateway.edge.access import NO_ACCESS, Access
+from coterie.gateway.edge.client import ClientConnection, ClientLimits, Clients, Reply, Request
+from coterie.gateway.edge.entrance import Entrance
+from coterie.gateway.fleet.probe import Prober
+from coterie.gateway.fleet.workers import Fleet, Worker
+from coterie.gateway.legs.answers import answer_error, pass_through
+from coterie.gateway.legs.dispatch import Dispatcher
+from coterie.gateway.legs.journey import Journey, request_id, worker_headers
+from coterie.gateway.legs.upstream import Collected, Patience
 from coterie.gateway.metrics import Metrics
-from coterie.gateway.probe import Prober
-from coterie.gateway.seat import Seat
-from coterie.gateway.upstream import Collected, Patience
-from coterie.gateway.workers import Fleet, Worker
+from coterie.gateway.processes.seat import Seat
 
 SWEEP_S = 0.25
 """How often deadlines are looked at; a deadline is kept to within this."""

@@ -17,15 +17,15 @@ import uvloop
 from starlette.types import ASGIApp
 
 from coterie.engines.base import Engine
-from coterie.gateway.admin import admin_app
-from coterie.gateway.admin_guard import serving_admin
-from coterie.gateway.changes import Changes
+from coterie.gateway.admin.app import admin_app
+from coterie.gateway.admin.changes import Changes
+from coterie.gateway.admin.guard import serving_admin
+from coterie.gateway.admin.inputs import read_inputs
 from coterie.gateway.config import GatewayConfig, Source
+from coterie.gateway.edge.tls import CLOSING_S, HANDSHAKE_S, following
+from coterie.gateway.fleet.startup import start_up
 from coterie.gateway.gateway import Gateway
-from coterie.gateway.inputs import read_inputs
-from coterie.gateway.seat import Seat
-from coterie.gateway.startup import start_up
-from coterie.gateway.tls import CLOSING_S, HANDSHAKE_S, following
+from coterie.gateway.processes.seat import Seat
 from coterie.http_server import BACKLOG, listen, url_of
 
 _OTHER_DESCRIPTORS = 256

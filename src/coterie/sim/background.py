@@ -1,4 +1,4 @@
-"""Runs a policy's work beside its decisions, as `gateway.background` does, in simulated time."""
+"""Runs a policy's work beside its decisions, as `gateway.fleet.background` does, in simulated time."""
 
 from __future__ import annotations
 

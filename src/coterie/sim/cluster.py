@@ -1,4 +1,4 @@
-"""A prefill/decode cluster behind one gateway or several: the life of `gateway.dispatch` on simulated workers."""
+"""A prefill/decode cluster behind one gateway or several: the life of `gateway.legs.dispatch` on simulated workers."""
 
 from __future__ import annotations
 
@@ -112,9 +112,9 @@ class _Fleet:
 class Cluster:
     """Gateways with their workers.
 
-    Load is counted, workers are chosen and leases end exactly as in `gateway.dispatch`: prefill worker, lease, prefill,
-    release; then, with the prompt's counts, decode worker, lease, decode, release.  Only where prefill workers give the
-    first token (`ClusterSpec.prefill_first`) does a request of a single token end without a decode worker.
+    Load is counted, workers are chosen and leases end exactly as in `gateway.legs.dispatch`: prefill worker, lease,
+    prefill, release; then, with the prompt's counts, decode worker, lease, decode, release.  Only where prefill workers
+    give the first token (`ClusterSpec.prefill_first`) does a request of a single token end without a decode worker.
 
     Args:
         kernel: runs it.
@@ -302,7 +302,7 @@ class Cluster:
         self.outcomes.fail(arrival.time_s, self.end_s)
 
     def _read(self) -> None:
-        """Let decode workers say how they are, as `gateway.readings` does."""
+        """Let decode workers say how they are, as `gateway.fleet.readings` does."""
         for name, rank in self._ranks.items():
             if rank.up:
                 for fleet in self._decode:

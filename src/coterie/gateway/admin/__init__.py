@@ -1,0 +1,1 @@
+"""The admin side, and what changes a gateway while it runs."""

@@ -1,0 +1,1 @@
+"""The client side: connections, HTTP, keys, limits and the queue."""

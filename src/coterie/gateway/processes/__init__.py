@@ -1,0 +1,1 @@
+"""A gateway of several processes on one port."""
