@@ -1,0 +1,96 @@
+"""Expert servers as monitor and clients see them: who has which experts, and whether to send them anything."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+from coterie.core import MAX_EXPERTS, MAX_LAYERS
+from coterie.errors import InputError
+
+Phase = Literal["joining", "serving", "draining"]
+"""What a server says of itself: not ready yet, ready, about to leave."""
+State = Literal["joining", "serving", "draining", "suspect", "dead"]
+"""What is thought of it: its phase while it is heard of; see `membership`."""
+Held = tuple[tuple[int, ...], ...]
+"""For each MoE layer, the experts that a server has, in ascending order."""
+
+_MAX_TEXT = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """What an expert server says of itself.
+
+    Attributes:
+        id: made at random when its process starts, so that no two are taken for each other.
+        name: for people; a server that is started again may have the same.
+        model: name of the checkpoint; servers of one monitor have the same.
+        url: its HTTP side.
+        address: where clients hand it requests: the path of its shared memory.
+        tokens: the most that a request to it can carry.
+        experts: experts E of each layer of the model.
+        held: those that it has; `[L]` tuples, which may be empty.
+        since: membership epoch since when it has them; 0 if no monitor has said so yet.
+
+    Raises:
+        InputError: a text is empty or too long, or the experts are not ascending or not from 0 to E - 1.
+    """
+
+    id: str
+    name: str
+    model: str
+    url: str
+    address: str
+    tokens: int
+    experts: int
+    held: Held
+    since: int = 0
+
+    def __post_init__(self) -> None:
+        for field in ("id", "name", "model", "url", "address"):
+            text = getattr(self, field)
+            if not (0 < len(text) <= _MAX_TEXT and text.isprintable()):
+                raise InputError(f"expert server: {field} {text[:80]!r}; need 1 to {_MAX_TEXT} printable characters")
+        if not 1 <= self.experts <= MAX_EXPERTS or not 1 <= len(self.held) <= MAX_LAYERS:
+            raise InputError(
+                f"expert server {self.name}: {len(self.held)} layers of {self.experts} experts; "
+                f"need 1 to {MAX_LAYERS} of 1 to {MAX_EXPERTS}"
+            )
+        if self.tokens < 1 or self.since < 0:
+            raise InputError(
+                f"expert server {self.name}: {self.tokens} tokens since {self.since}; need 1, and 0, or more"
+            )
+        for layer, ids in enumerate(self.held):
+            if ids and (ids[0] < 0 or ids[-1] >= self.experts or any(a >= b for a, b in pairwise(ids))):
+                raise InputError(
+                    f"expert server {self.name}: experts of layer {layer} must ascend, and be below {self.experts}"
+                )
+
+    @property
+    def kind(self) -> str:
+        """What servers of one model have in common."""
+        return f"{self.model} ({len(self.held)} layers of {self.experts} experts)"
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A server, and what is thought of it.
+
+    Attributes:
+        server: what it said of itself.
+        state: see `membership`.
+        reason: why it is suspect or dead; empty otherwise.
+    """
+
+    server: Server
+    state: State
+    reason: str = ""
+
+
+def covers(owners: Iterable[Member], server: Server) -> bool:
+    """Whether each expert of a server is held by one of the owners that serve, too."""
+    serving = [owner.server.held for owner in owners if owner.state == "serving" and owner.server.kind == server.kind]
+    return all(not set(ids).difference(*(held[layer] for held in serving)) for layer, ids in enumerate(server.held))
