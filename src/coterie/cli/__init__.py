@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 from typing import Any
 
 import click
 
 from coterie import __version__
+from coterie.cli.verbs import Verbs
 from coterie.errors import CoterieError
 from coterie.report.tables import printable
 
@@ -18,6 +18,7 @@ _VERBS = {
     "reload": "have a running gateway read its configuration and profile again",
     "key": "make an API key for a client of the gateway",
     "engine": "run one worker of the small engine that coterie brings along",
+    "experts": "run expert servers and their monitor, and see how they are doing",
     "up": "run a local cluster: engines and gateway from one YAML file",
     "collect": "record which experts a set of prompts uses",
     "fit": "fit a routing profile from a recorded trace",
@@ -28,25 +29,7 @@ _VERBS = {
 }
 
 
-class _Verbs(click.Group):
-    """Imports a verb's module only when that verb runs, so that `--help` is instant."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(_VERBS)
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in _VERBS:
-            return None
-        command = getattr(importlib.import_module(f"coterie.cli.{cmd_name}"), cmd_name)
-        assert isinstance(command, click.Command)
-        return command
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl(list(_VERBS.items()))
-
-
-@click.group(cls=_Verbs, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=Verbs, verbs=_VERBS, module="coterie.cli.{}", context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="coterie")
 def _coterie() -> None:
     """Expert-locality-aware decode routing for disaggregated Mixture-of-Experts serving."""

@@ -10,11 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
+import msgspec
+
 from coterie.experts.members import Member, covers
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Snapshot:
+class Snapshot(msgspec.Struct, frozen=True, kw_only=True, tag="snapshot"):
     """All members.
 
     Attributes:
@@ -30,16 +31,14 @@ class Snapshot:
     members: tuple[Member, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
+class Change(msgspec.Struct, frozen=True, kw_only=True, tag="change"):
     """One member is new, has other experts or another state."""
 
     epoch: int
     member: Member
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Beat:
+class Beat(msgspec.Struct, frozen=True, kw_only=True, tag="beat"):
     """Nothing has changed for a while."""
 
     epoch: int

@@ -1,0 +1,17 @@
+"""`coterie experts`: one file per verb."""
+
+from __future__ import annotations
+
+import click
+
+from coterie.cli.verbs import Verbs
+
+_VERBS = {
+    "monitor": "run the process that knows which expert servers there are",
+    "status": "show expert servers, their load and the experts' replicas",
+}
+
+
+@click.group(cls=Verbs, verbs=_VERBS, module="coterie.cli.experts_{}")
+def experts() -> None:
+    """Run and watch expert servers, and the monitor that knows them."""

@@ -1,0 +1,127 @@
+"""Keeps an expert server known to its monitor."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from coterie.errors import EngineError
+from coterie.experts.members import Held, Phase, Server
+from coterie.experts.membership import Leave, Register
+from coterie.experts.monitor.calls import RefusedError, ask, check_url
+from coterie.experts.monitor.messages import Load, Pulse, Welcome
+
+RETRY_S = 0.5
+"""How long to wait before a monitor that is away, or says no, is asked again."""
+_LEAVE_S = 5.0
+_log = logging.getLogger("coterie.experts")
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """What a server says of itself at present; `server.since` is not read."""
+
+    server: Server
+    phase: Phase
+    load: Load | None = None
+
+
+class Registration:
+    """Registers a server, sends its heartbeats, and registers it again where the monitor asks for that.
+
+    All of it is done by one thread, which no request waits for: without a monitor a server goes on as it is.
+
+    Args:
+        monitor: its URL.
+        account: what the server is now; called from the thread.
+        on_welcome: told of each answer, from the thread: since when the server has its experts, and whether it is
+            needed; None to tell nobody.
+
+    Raises:
+        ConfigError: `monitor` is no URL.
+    """
+
+    def __init__(
+        self, monitor: str, account: Callable[[], Account], on_welcome: Callable[[Welcome], None] | None = None
+    ) -> None:
+        check_url(monitor)
+        self._monitor, self._account, self._on_welcome = monitor, account, on_welcome
+        self._registered: Held | None = None  # with these experts
+        self._since_of: Held | None = None
+        self._welcome: Welcome | None = None
+        self._problem = ""
+        self._changed, self._closed = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="coterie-expert-heartbeat", daemon=True)
+
+    @property
+    def welcome(self) -> Welcome | None:
+        """The monitor's last answer; None before the first."""
+        return self._welcome
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def tell(self) -> None:
+        """Say at once what has changed: the phase or the experts."""
+        self._changed.set()
+
+    def close(self) -> None:
+        """Say that the server leaves, and end; waits a few seconds at most."""
+        self._closed.set()
+        self._changed.set()
+        self._thread.join(_LEAVE_S)
+
+    def _run(self) -> None:
+        while not self._closed.is_set():
+            self._changed.wait(self._turn())
+            self._changed.clear()
+        self._leave()
+
+    def _turn(self) -> float:
+        """Say what there is to say; returns how long to wait for the next time."""
+        account = self._account()
+        try:
+            self._take(account, self._send(account))
+        except RefusedError as error:
+            if error.status == 404 and self._registered is not None:
+                self._registered = None
+                return 0.0
+            return self._failed(f"the expert monitor refuses this server: {error}")
+        except EngineError as error:
+            return self._failed(str(error))
+        assert self._welcome is not None
+        return self._welcome.heartbeat_s
+
+    def _send(self, account: Account) -> Welcome:
+        server = account.server
+        if self._registered == server.held:
+            pulse = Pulse(server.id, account.phase, account.load)
+            return ask(self._monitor, "POST", "/heartbeat", Welcome, pulse)
+        known = self._welcome if self._since_of == server.held else None
+        seen = self._welcome.epoch if self._welcome else 0
+        register = Register(replace(server, since=known.since if known else 0), account.phase, seen)
+        return ask(self._monitor, "POST", "/register", Welcome, register)
+
+    def _take(self, account: Account, welcome: Welcome) -> None:
+        if self._problem:
+            _log.info("the expert monitor is back")
+        self._registered = self._since_of = account.server.held
+        self._welcome, self._problem = welcome, ""
+        if self._on_welcome:
+            self._on_welcome(welcome)
+
+    def _failed(self, problem: str) -> float:
+        if problem != self._problem:
+            _log.warning("%s", problem)
+            self._problem = problem
+        return RETRY_S
+
+    def _leave(self) -> None:
+        if self._registered is not None:
+            try:
+                ask(self._monitor, "POST", "/leave", Welcome, Leave(self._account().server.id))
+            except EngineError as error:
+                _log.warning("left without the expert monitor's knowing: %s", error)
