@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from coterie.modeling import experts
-from coterie.modeling.experts import ExpertWeights, block_expert, routed
+from coterie.modeling.experts import Bounded, ExpertWeights, block_biases, block_expert, routed
 from coterie.modeling.gates import Choice
 
 HIDDEN = 20
@@ -29,6 +29,22 @@ def plain(row, gate, up, down):
     return down @ (inner / (1 + np.exp(-inner)) * (up @ row))
 
 
+def bounded_experts(count, size, slope, limit):
+    """Parts of random experts with biases, and their weights."""
+    rng, parts, blocks = np.random.default_rng(9), random_experts(count, size), -(-size // 64)
+    biases = [rng.standard_normal((count, columns), dtype=np.float32) for columns in (size, size, HIDDEN)]
+    inward = np.stack([block_biases(gate, up, blocks) for gate, up, _ in zip(*biases, strict=True)])
+    weights = pack(parts, blocks)
+    return parts, biases, ExpertWeights(weights.gate_up, weights.down, Bounded(inward, biases[2], slope, limit))
+
+
+def plain_bounded(row, parts, biases, slope, limit):
+    (gate, up, down), (gate_bias, up_bias, down_bias) = parts, biases
+    g = np.minimum(gate.astype(float) @ row + gate_bias, limit)
+    u = np.clip(up.astype(float) @ row + up_bias, -limit, limit)
+    return down.astype(float) @ (g / (1 + np.exp(-slope * g)) * (u + 1)) + down_bias
+
+
 def random_choice(tokens, count, top_k, seed=1):
     rng = np.random.default_rng(seed)
     ids = np.stack([rng.permutation(count)[:top_k] for _ in range(tokens)])
@@ -48,6 +64,32 @@ def test_routed_experts_are_the_weighted_sum_of_their_formula(size, any_kernel):
     ]
     result = any_kernel.routed(rows, choice, pack(parts, -(-size // 64)))
     np.testing.assert_allclose(result, expected, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("size", [24, 100])
+def test_bounded_experts_are_the_weighted_sum_of_their_formula(size, any_kernel):
+    parts, biases, weights = bounded_experts(6, size, slope=1.7, limit=2.5)
+    rows, choice = rows_of(70), random_choice(70, 6, 3)  # more than 64 tokens of some expert
+    expected = [
+        sum(
+            w * plain_bounded(row, [part[e] for part in parts], [bias[e] for bias in biases], 1.7, 2.5)
+            for e, w in zip(ids, by, strict=True)
+        )
+        for row, ids, by in zip(rows, choice.ids, choice.weights, strict=True)
+    ]
+    np.testing.assert_allclose(any_kernel.routed(rows, choice, weights), expected, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("bounded", [False, True])
+def test_an_expert_of_minus_one_adds_nothing(bounded, any_kernel):
+    weights = bounded_experts(6, 24, 1.7, 2.5)[2] if bounded else pack(random_experts(6, 24), 1)
+    rows, choice = rows_of(50), random_choice(50, 6, 3)
+    ids = np.where(np.random.default_rng(3).random((50, 3)) < 0.5, -1, choice.ids)
+    result = any_kernel.routed(rows, Choice(ids, choice.weights), weights)
+    for row, own, by, got in zip(rows, ids, choice.weights, result, strict=True):
+        alone = Choice(own[own >= 0][None], by[own >= 0][None])
+        expected = any_kernel.routed(row[None], alone, weights)[0] if alone.ids.size else np.zeros(HIDDEN)
+        np.testing.assert_array_equal(got, expected)
 
 
 def test_a_dense_feed_forward_is_its_formula(any_kernel):

@@ -48,13 +48,7 @@ class Checkpoint:
             InputError: a file is missing or damaged, or the index names a file outside the folder.
             UnsupportedError: an architecture or a setting that is not computed here.
         """
-        config = read_forward_config(folder)
-        shards = _read_index(folder) if (folder / _INDEX).exists() else [_SINGLE]
-        files: dict[str, TensorFile] = {}
-        for shard in shards:
-            file = TensorFile.open(folder / shard)
-            files.update(dict.fromkeys(file.names(), file))
-        return cls(folder, config, files)
+        return cls(folder, read_forward_config(folder), open_files(folder))
 
     def tensor(self, name: str, *shape: int) -> Floats:
         """A tensor as float32.
@@ -62,13 +56,9 @@ class Checkpoint:
         Raises:
             InputError: it is missing, or of another shape or dtype.
         """
-        if name not in self._files:
-            raise InputError(f"{self.folder}: the checkpoint has no tensor {name}")
-        found = self._files[name].shape(name)
-        if found != shape:
-            raise InputError(f"{self.folder}: {name} is of shape {found}; its config.json makes it {shape}")
+        file = file_of(self.folder, self._files, name, shape)
         self.taken.add(name)
-        return self._files[name].floats(name)
+        return file.floats(name)
 
     def check_all_taken(self) -> None:
         """Check that no tensor was left that might belong to the outputs.
@@ -99,6 +89,30 @@ class Checkpoint:
             digest.update(f"\n{file.path.name} {status.st_size} {status.st_mtime_ns}\n".encode())
             digest.update(file.header)
         return digest.hexdigest()
+
+
+def open_files(folder: Path) -> Mapping[str, TensorFile]:
+    """The file of each tensor of a checkpoint; nothing but the files' headers is read.
+
+    Raises:
+        InputError: a file is missing or damaged, or the index names a file outside the folder.
+    """
+    shards = _read_index(folder) if (folder / _INDEX).exists() else [_SINGLE]
+    files = [TensorFile.open(folder / shard) for shard in shards]
+    return {name: file for file in files for name in file.names()}
+
+
+def file_of(folder: Path, files: Mapping[str, TensorFile], name: str, shape: tuple[int, ...]) -> TensorFile:
+    """The file of a tensor that must be of this shape.
+
+    Raises:
+        InputError: it is missing, or of another shape.
+    """
+    if name not in files:
+        raise InputError(f"{folder}: the checkpoint has no tensor {name}")
+    if (found := files[name].shape(name)) != shape:
+        raise InputError(f"{folder}: {name} is of shape {found}; its config.json makes it {shape}")
+    return files[name]
 
 
 def _read_index(folder: Path) -> list[str]:

@@ -2,6 +2,11 @@
 
     y = sum_j weight_j * (silu(x W_gate) * (x W_up)) W_down        over the experts j that the token chose
 
+GPT-OSS's have biases, and bounds (transformers, modeling_gpt_oss.py, `GptOssExperts._apply_gate`):
+
+    (g / (1 + exp(-slope g)) * (u + 1)) W_down + b_down,  g = min(x W_gate + b_gate, limit),
+                                                          u = x W_up + b_up, within +-limit
+
 An expert's intermediate dimension is cut into blocks of `BLOCK`: `gate_up [E, B, D, 2 * BLOCK]` holds a block's gate
 columns and then its up columns, `down [E, B, BLOCK, D]` its rows.  The blocks' results are added in order, outside of
 BLAS, so that blocks of zeros appended to an expert leave its output as it was, bit for bit.
@@ -28,16 +33,35 @@ WAVE = 1024
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Bounded:
+    """What experts with biases and bounds have besides their matrices.
+
+    Attributes:
+        gate_up: `[E, B, 2 * BLOCK]` biases of a block's gate columns, then of its up columns.
+        down: `[E, D]` biases.
+        slope: factor in the sigmoid.
+        limit: bound of gates and ups.
+    """
+
+    gate_up: Floats
+    down: Floats
+    slope: float
+    limit: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class ExpertWeights:
     """Feed-forwards of equal shape: a layer's experts, or a single dense one.
 
     Attributes:
         gate_up: `[E, B, D, 2 * BLOCK]`.
         down: `[E, B, BLOCK, D]`.
+        bounded: of experts that have biases and bounds.
     """
 
     gate_up: Floats
     down: Floats
+    bounded: Bounded | None = None
 
     def shapes(self, rows: int) -> tuple[Shape, Shape]:
         """The two products that a tile of so many rows takes part in."""
@@ -66,6 +90,13 @@ def block_expert(gate: Floats, up: Floats, down: Floats, blocks: int) -> tuple[F
     return np.ascontiguousarray(columns).reshape(blocks, hidden, 2 * BLOCK), outward.reshape(blocks, BLOCK, hidden)
 
 
+def block_biases(gate: Floats, up: Floats, blocks: int) -> Floats:
+    """Biases of one expert's gates and ups, `[I]` each: `[blocks, 2 * BLOCK]`, as `block_expert` has their columns."""
+    biases = np.zeros((2, blocks * BLOCK), np.float32)
+    biases[0, : gate.size], biases[1, : up.size] = gate, up
+    return biases.reshape(2, blocks, BLOCK).swapaxes(0, 1).reshape(blocks, 2 * BLOCK)
+
+
 def dense(rows: Floats, weights: ExpertWeights) -> Floats:
     """A feed-forward that every token takes: a dense layer, or shared experts.
 
@@ -86,19 +117,22 @@ def routed(rows: Floats, choice: Choice, weights: ExpertWeights) -> Floats:
 
     Args:
         rows: `[T, D]`.
-        choice: experts and weights of the T tokens.
+        choice: experts and weights of the T tokens; an expert -1 adds nothing.
         weights: of all experts of the layer.
 
     Returns:
         `[T, D]`; a row's bits depend on that row and its choice alone.
     """
     tokens, top_k = choice.ids.shape
-    bounds, places = _group(choice.ids, len(weights.gate_up))
+    own = np.flatnonzero(choice.ids.ravel() >= 0)
+    bounds, places = _group(choice.ids.ravel()[own], len(weights.gate_up))
     hidden = rows.shape[1]
     source = np.zeros(bounds[-1] * EXPERT_ROWS, np.intp)  # rows that no token fills repeat the first
-    source[places] = np.repeat(np.arange(tokens), top_k)
+    source[places] = own // top_k
     outputs = _feed_forward(rows[source].reshape(-1, EXPERT_ROWS, hidden), bounds, weights)
-    each = outputs.reshape(-1, hidden)[places].reshape(tokens, top_k, hidden)
+    each = np.zeros((tokens * top_k, hidden), np.float32)
+    each[own] = outputs.reshape(-1, hidden)[places]
+    each = each.reshape(tokens, top_k, hidden)
     each *= choice.weights[..., None]
     total = each[:, 0]
     for place in range(1, top_k):
@@ -107,19 +141,18 @@ def routed(rows: Floats, choice: Choice, weights: ExpertWeights) -> Floats:
 
 
 def _group(ids: Ids, experts: int) -> tuple[Ids, Ids]:
-    """Give each expert whole tiles, and each pair of token and expert a row in them.
+    """Give each expert whole tiles, and each pair of token and expert, `ids [P]`, a row in them.
 
     Returns:
-        `bounds [E + 1]`: expert e has the tiles from `bounds[e]` to `bounds[e + 1]`; `places [T * k]`: the row,
+        `bounds [E + 1]`: expert e has the tiles from `bounds[e]` to `bounds[e + 1]`; `places [P]`: the row,
         counted over all tiles, of each pair.
     """
-    flat = ids.ravel()
-    counts = np.bincount(flat, minlength=experts)
+    counts = np.bincount(ids, minlength=experts)
     bounds = np.concatenate(([0], np.cumsum(-(-counts // EXPERT_ROWS))))
-    order = np.argsort(flat, kind="stable")
-    rank = np.arange(flat.size) - np.repeat(np.cumsum(counts) - counts, counts)
-    places = np.empty(flat.size, np.intp)
-    places[order] = bounds[flat[order]] * EXPERT_ROWS + rank
+    order = np.argsort(ids, kind="stable")
+    rank = np.arange(ids.size) - np.repeat(np.cumsum(counts) - counts, counts)
+    places = np.empty(ids.size, np.intp)
+    places[order] = bounds[ids[order]] * EXPERT_ROWS + rank
     return bounds, places
 
 
@@ -139,13 +172,18 @@ def _wave(tiles: Floats, bounds: Ids, weights: ExpertWeights) -> Floats:
     inner = np.empty((count, blocks, rows, 2 * BLOCK), np.float32)
     for expert, start, stop in _active(bounds):
         np.matmul(tiles[start:stop, None], weights.gate_up[expert], out=inner[start:stop])
-    gated = _silu(inner[..., :BLOCK]) * inner[..., BLOCK:]
+        if weights.bounded:
+            inner[start:stop] += weights.bounded.gate_up[expert, :, None]
+    gated = _gated(inner, weights.bounded)
     parts = np.empty((count, blocks, rows, hidden), np.float32)
     for expert, start, stop in _active(bounds):
         np.matmul(gated[start:stop], weights.down[expert], out=parts[start:stop])
     total = parts[:, 0]
     for block in range(1, blocks):
         total += parts[:, block]
+    if weights.bounded:
+        for expert, start, stop in _active(bounds):
+            total[start:stop] += weights.bounded.down[expert]
     return total
 
 
@@ -155,9 +193,18 @@ def _active(bounds: Ids) -> Iterator[tuple[int, int, int]]:
     return zip(experts.tolist(), bounds[experts].tolist(), bounds[experts + 1].tolist(), strict=True)
 
 
-def _silu(values: Floats) -> Floats:
-    """Compute x / (1 + exp(-x)) on a contiguous copy: numpy's exp may treat gaps by other code."""
-    result = np.negative(values)
+def _gated(inner: Floats, bounded: Bounded | None) -> Floats:
+    """Gates times ups: `[..., 2 * BLOCK]` to `[..., BLOCK]`."""
+    gates, ups = inner[..., :BLOCK], inner[..., BLOCK:]
+    if bounded is None:
+        return _sigmoid_times(gates, 1.0) * ups
+    gates = np.minimum(gates, np.float32(bounded.limit))
+    return _sigmoid_times(gates, bounded.slope) * (np.clip(ups, -bounded.limit, bounded.limit) + np.float32(1))
+
+
+def _sigmoid_times(values: Floats, slope: float) -> Floats:
+    """Compute x / (1 + exp(-slope x)) on a contiguous copy: numpy's exp may treat gaps by other code."""
+    result = values * np.float32(-slope)
     with np.errstate(over="ignore"):  # of x far below 0; the result is -0 there
         np.exp(result, out=result)
     result += 1

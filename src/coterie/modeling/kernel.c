@@ -225,9 +225,34 @@ void coterie_rotate(int64_t tokens, int64_t heads, int64_t half, int64_t ld, con
 
 /* --- feed-forwards --------------------------------------------------------------------------------------------- */
 
+/* Of experts whose two parts are bounded and have biases, as those of GPT-OSS. */
+typedef struct {
+    const float *inward, *outward; /* biases [blocks, 2 * BLOCK] and [hidden] */
+    float slope, limit;
+} Bounded;
+
+INLINE Vec at_most(Vec value, Vec limit)
+{
+    Bits above = (Bits)(value > limit);
+    return (Vec)(((Bits)limit & above) | ((Bits)value & ~above));
+}
+
+INLINE Vec sigmoid_times(Vec slope, Vec value) { return value / (splat(1) + exponential(-(slope * value))); }
+
+/* silu(g) * u; or, with `bias` of a block, g / (1 + exp(-slope g)) * (u + 1), for g at most and u within the limit. */
+INLINE Vec gated_product(Vec gate, Vec up, const Bounded *bounded, const float *bias)
+{
+    if (!bias)
+        return sigmoid_times(splat(1), gate) * up;
+    Vec limit = splat(bounded->limit);
+    gate = at_most(gate + load(bias), limit);
+    up = -at_most(-at_most(up + load(bias + BLOCK), limit), limit);
+    return sigmoid_times(splat(bounded->slope), gate) * (up + splat(1));
+}
+
 /* y = (silu(x W_gate) * (x W_up)) W_down of one expert, block by block: blocks of zeros leave y as it was. */
-void coterie_dense(int64_t rows, int64_t hidden, int64_t blocks, const float *x, const float *gate_up,
-                   const float *down, float *y)
+static void feed_forward(int64_t rows, int64_t hidden, int64_t blocks, const float *x, const float *gate_up,
+                         const float *down, const Bounded *bounded, float *y)
 {
     float inner[CHUNK * 2 * BLOCK], gated[CHUNK * BLOCK];
     for (int64_t first = 0; first < rows; first += CHUNK, x += CHUNK * hidden, y += CHUNK * hidden) {
@@ -235,39 +260,58 @@ void coterie_dense(int64_t rows, int64_t hidden, int64_t blocks, const float *x,
         for (int64_t block = 0; block < blocks; block++) {
             multiply(count, hidden, 2 * BLOCK, x, hidden, gate_up + block * hidden * 2 * BLOCK, 2 * BLOCK, inner,
                      2 * BLOCK, 0);
+            const float *bias = bounded ? bounded->inward + block * 2 * BLOCK : 0;
             for (int64_t row = 0; row < count; row++)
                 for (int64_t lane = 0; lane < BLOCK; lane += LANES) {
                     Vec gate = load(inner + row * 2 * BLOCK + lane), up = load(inner + row * 2 * BLOCK + BLOCK + lane);
-                    store(gated + row * BLOCK + lane, gate / (splat(1) + exponential(-gate)) * up);
+                    store(gated + row * BLOCK + lane, gated_product(gate, up, bounded, bias ? bias + lane : 0));
                 }
             multiply(count, BLOCK, hidden, gated, BLOCK, down + block * BLOCK * hidden, hidden, y, hidden, block > 0);
         }
+        for (int64_t row = 0; bounded && row < count; row++)
+            for (int64_t column = 0; column < hidden; column++)
+                y[row * hidden + column] += bounded->outward[column];
     }
 }
 
-/* `out [tokens, hidden]`: each token's sum of weight times expert, in the order of its choice.
+void coterie_dense(int64_t rows, int64_t hidden, int64_t blocks, const float *x, const float *gate_up,
+                   const float *down, float *y)
+{
+    feed_forward(rows, hidden, blocks, x, gate_up, down, 0, y);
+}
 
+/* `out [tokens, hidden]`: each token's sum of weight times expert, in the order of its choice, without those of id -1.
+
+   `inward [experts, blocks, 2 * BLOCK]` and `outward [experts, hidden]` are 0 where experts are not bounded.
    Work: `bounds [experts + 1]`, `places [tokens * top_k]` and two of `[tokens * top_k, hidden]`. */
 void coterie_routed(int64_t tokens, int64_t top_k, int64_t experts, int64_t hidden, int64_t blocks, const float *rows,
                     const int64_t *ids, const float *weights, const float *gate_up, const float *down,
+                    const float *inward, const float *outward, float slope, float limit,
                     int64_t *bounds, int64_t *places, float *gathered, float *each, float *out)
 {
     int64_t pairs = tokens * top_k, size = hidden * sizeof(float);
     memset(bounds, 0, (experts + 1) * sizeof *bounds);
     for (int64_t pair = 0; pair < pairs; pair++)
-        bounds[ids[pair] + 1]++;
+        if (ids[pair] >= 0)
+            bounds[ids[pair] + 1]++;
     for (int64_t expert = 0; expert < experts; expert++)
         bounds[expert + 1] += bounds[expert];
     for (int64_t pair = 0; pair < pairs; pair++) { /* from here on, bounds[e] is where e's next row goes */
+        if (ids[pair] < 0)
+            continue;
         places[pair] = bounds[ids[pair]]++;
         memcpy(gathered + places[pair] * hidden, rows + pair / top_k * hidden, size);
     }
-    for (int64_t expert = 0, start = 0; expert < experts; start = bounds[expert++])
-        coterie_dense(bounds[expert] - start, hidden, blocks, gathered + start * hidden,
-                      gate_up + expert * blocks * hidden * 2 * BLOCK, down + expert * blocks * BLOCK * hidden,
-                      each + start * hidden);
+    for (int64_t expert = 0, start = 0; expert < experts; start = bounds[expert++]) {
+        Bounded bounded = {inward + expert * blocks * 2 * BLOCK, outward + expert * hidden, slope, limit};
+        feed_forward(bounds[expert] - start, hidden, blocks, gathered + start * hidden,
+                     gate_up + expert * blocks * hidden * 2 * BLOCK, down + expert * blocks * BLOCK * hidden,
+                     inward ? &bounded : 0, each + start * hidden);
+    }
     memset(out, 0, tokens * size);
     for (int64_t pair = 0; pair < pairs; pair++) {
+        if (ids[pair] < 0)
+            continue;
         const float *from = each + places[pair] * hidden;
         float *to = out + pair / top_k * hidden, weight = weights[pair];
         for (int64_t column = 0; column < hidden; column++)
@@ -431,5 +475,5 @@ int coterie_interface(void)
     if (!(__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2")))
         return 0;
 #endif
-    return 1;
+    return 2;
 }

@@ -21,7 +21,7 @@ from coterie.modeling.tiles import Floats, Shape
 
 LEVELS = ("x86-64-v4", "x86-64-v3", "portable")
 """Instructions that the kernel is compiled for, best first; the last are those that the compiler takes for granted."""
-_INTERFACE = 1  # as coterie_interface in kernel.c
+_INTERFACE = 2  # as coterie_interface in kernel.c
 _QUERIES = 64  # as QUERIES in kernel.c
 _NO_WINDOW = 1 << 62  # more positions than there can be
 _FLOAT32, _INT64 = np.dtype(np.float32), np.dtype(np.int64)
@@ -33,7 +33,7 @@ _ARGUMENTS = {
     "coterie_norm": (*[_SIZE] * 4, _FLOAT, *[_ARRAY] * 3),
     "coterie_rotate": (*[_SIZE] * 4, *[_ARRAY] * 4),
     "coterie_dense": (*[_SIZE] * 3, *[_ARRAY] * 4),
-    "coterie_routed": (*[_SIZE] * 5, *[_ARRAY] * 10),
+    "coterie_routed": (*[_SIZE] * 5, *[_ARRAY] * 7, *[_FLOAT] * 2, *[_ARRAY] * 5),
     "coterie_attend": (_SIZE, *[_ARRAY] * 7),
 }
 
@@ -137,8 +137,8 @@ class NativeKernel:
         bounds, places = np.empty(experts + 1, np.int64), np.empty(pairs, np.int64)
         self._functions.coterie_routed(
             *(tokens, top_k, experts, hidden, blocks, _floats(rows, tokens, hidden), _ints(choice.ids)),
-            *(_floats(choice.weights, tokens, top_k), *_matrices(weights), _ints(bounds), _ints(places)),
-            *(_floats(room[0]), _floats(room[1]), _floats(result)),
+            *(_floats(choice.weights, tokens, top_k), *_matrices(weights), *_bounds(weights)),
+            *(_ints(bounds), _ints(places), _floats(room[0]), _floats(room[1]), _floats(result)),
         )
         return result
 
@@ -189,7 +189,7 @@ def _lay_out(batch: StepBatch) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.in
 
 
 def _check_ids(ids: npt.NDArray[np.intp], experts: int) -> None:
-    if ids.size and not 0 <= ids.min() <= ids.max() < experts:
+    if ids.size and not -1 <= ids.min() <= ids.max() < experts:
         raise ValueError(f"expert ids from {ids.min()} to {ids.max()}, of {experts} experts")
 
 
@@ -197,6 +197,14 @@ def _matrices(weights: ExpertWeights) -> tuple[int, int]:
     experts, blocks, _, hidden = weights.down.shape
     inward, outward = (experts, blocks, hidden, 2 * BLOCK), (experts, blocks, BLOCK, hidden)
     return _floats(weights.gate_up, *inward), _floats(weights.down, *outward)
+
+
+def _bounds(weights: ExpertWeights) -> tuple[int, int, float, float]:
+    if weights.bounded is None:
+        return 0, 0, 0.0, 0.0
+    experts, blocks, _, hidden = weights.down.shape
+    inward = _floats(weights.bounded.gate_up, experts, blocks, 2 * BLOCK)
+    return inward, _floats(weights.bounded.down, experts, hidden), weights.bounded.slope, weights.bounded.limit
 
 
 def _heads(values: Floats) -> tuple[int, int, int, int]:

@@ -16,6 +16,7 @@ import numpy as np
 
 from coterie.modeling.checkpoint import Checkpoint
 from coterie.modeling.config import ForwardConfig, GroupedAttention, LatentAttention
+from coterie.modeling.expert_tensors import blocks_of, expert_names, moe_block, projections
 from coterie.modeling.experts import BLOCK, block_expert
 from coterie.modeling.gates import SigmoidRule
 from coterie.modeling.rope import tables
@@ -58,11 +59,6 @@ def packed_arrays(config: ForwardConfig, expert_blocks: int) -> tuple[PackedArra
         arrays += _routed(config, layer, expert_blocks) if layer in config.moe_layers else _dense(config, layer)
     # vectors of odd lengths last, so that matrices start at cache lines
     return tuple(sorted(arrays, key=lambda array: math.prod(array.shape) % 16 != 0))
-
-
-def blocks_of(size: int) -> int:
-    """Blocks of an intermediate dimension."""
-    return -(-size // BLOCK)
 
 
 def _one(name: str, shape: tuple[int, ...], make: Callable[[Checkpoint], Floats]) -> PackedArray:
@@ -171,26 +167,18 @@ def _feed_forward(
     yield PackedArray(f"{name}.down", (len(sources), blocks, BLOCK, hidden), each(1))
 
 
-def _projections(source: str) -> tuple[str, str, str]:
-    return f"{source}.gate_proj.weight", f"{source}.up_proj.weight", f"{source}.down_proj.weight"
-
-
 def _dense(config: ForwardConfig, layer: int) -> Iterator[PackedArray]:
-    sources = (_projections(f"model.layers.{layer}.mlp"),)
+    sources = (projections(f"model.layers.{layer}.mlp"),)
     return _feed_forward(f"{layer}.dense", config.hidden, config.dense_size, blocks_of(config.dense_size), sources)
 
 
 def _routed(config: ForwardConfig, layer: int, blocks: int) -> Iterator[PackedArray]:
-    mixtral = config.architecture == "mixtral"
-    source = f"model.layers.{layer}.{'block_sparse_moe' if mixtral else 'mlp'}"
+    source = moe_block(config.architecture, layer)
     yield _plain(f"{layer}.gate", f"{source}.gate.weight", config.hidden, config.experts)
     if isinstance(config.gate, SigmoidRule):
         yield _vector(f"{layer}.gate_bias", f"{source}.gate.e_score_correction_bias", config.experts)
-    experts = tuple(
-        (f"{expert}.w1.weight", f"{expert}.w3.weight", f"{expert}.w2.weight") if mixtral else _projections(expert)
-        for expert in (f"{source}.experts.{number}" for number in range(config.experts))
-    )
+    experts = tuple(expert_names(config.architecture, layer, expert) for expert in range(config.experts))
     yield from _feed_forward(f"{layer}.experts", config.hidden, config.expert_size, blocks, experts)
     if config.shared_size:
-        shared, size = (_projections(f"{source}.shared_experts"),), config.shared_size
+        shared, size = (projections(f"{source}.shared_experts"),), config.shared_size
         yield from _feed_forward(f"{layer}.shared", config.hidden, size, blocks_of(size), shared)

@@ -25,8 +25,9 @@ from coterie.errors import InputError
 from coterie.files import replacing
 from coterie.modeling.checkpoint import Checkpoint
 from coterie.modeling.config import ForwardConfig
+from coterie.modeling.expert_tensors import blocks_of
 from coterie.modeling.experts import BLOCK
-from coterie.modeling.packing import PackedArray, blocks_of, packed_arrays
+from coterie.modeling.packing import PackedArray, packed_arrays
 from coterie.modeling.tensors import TensorFile, encode_header
 
 VERSION = 1

@@ -23,7 +23,9 @@ from coterie.modeling.tiles import Floats
 MAX_HEADER_BYTES = 100_000_000  # as the format's own reader
 _PREFIX = 8
 _METADATA = "__metadata__"
-_DTYPES: dict[str, npt.DTypeLike] = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
+_FLOATS: dict[str, npt.DTypeLike] = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
+_BYTES = "U8"
+_DTYPES: dict[str, npt.DTypeLike] = {**_FLOATS, _BYTES: "u1"}
 
 
 class _Entry(msgspec.Struct):
@@ -78,25 +80,40 @@ class TensorFile:
         """A tensor's shape."""
         return tuple(self._entries[name].shape)
 
-    def raw(self, name: str) -> npt.NDArray[np.uint8]:
-        """A tensor's bytes, in place."""
+    def raw(self, name: str, place: int | None = None) -> npt.NDArray[np.uint8]:
+        """Bytes of a tensor, or of one place of its first axis, where they lie in the file."""
         start, stop = self._entries[name].data_offsets
+        if place is not None:
+            size = (stop - start) // self._entries[name].shape[0]
+            start, stop = start + place * size, start + (place + 1) * size
         return self.data[start:stop]
 
-    def floats(self, name: str) -> Floats:
-        """A tensor as float32: in place where it is stored so, else a converted copy.
+    def floats(self, name: str, place: int | None = None) -> Floats:
+        """A tensor as float32, or one place of its first axis: as it lies there if stored so, else a converted copy.
 
         Raises:
             InputError: it is of a dtype other than F32, F16 or BF16.
         """
         entry = self._entries[name]
-        if entry.dtype not in _DTYPES:
+        if entry.dtype not in _FLOATS:
             raise InputError(
-                f"{self.path}: {name} is of dtype {entry.dtype[:20]!r}; only {', '.join(_DTYPES)} can be read "
+                f"{self.path}: {name} is of dtype {entry.dtype[:20]!r}; only {', '.join(_FLOATS)} can be read "
                 "(quantised checkpoints are not supported)"
             )
-        values = self.raw(name).view(_DTYPES[entry.dtype]).reshape(entry.shape)
+        values = self.raw(name, place).view(_FLOATS[entry.dtype])
+        values = values.reshape(entry.shape if place is None else entry.shape[1:])
         return _widen_bfloat16(values) if entry.dtype == "BF16" else values.astype(np.float32, copy=False)
+
+    def codes(self, name: str, place: int) -> npt.NDArray[np.uint8]:
+        """One place of the first axis of a tensor of bytes.
+
+        Raises:
+            InputError: it is of another dtype.
+        """
+        entry = self._entries[name]
+        if entry.dtype != _BYTES:
+            raise InputError(f"{self.path}: {name} is of dtype {entry.dtype[:20]!r}; it should be {_BYTES}")
+        return self.raw(name, place).reshape(entry.shape[1:])
 
 
 def _widen_bfloat16(bits: npt.NDArray[np.uint16]) -> Floats:

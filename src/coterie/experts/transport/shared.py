@@ -98,6 +98,16 @@ class SharedServer:
         self._slots = _slots(words, self._file.memory, shape, slots)
         self._swept_s = time.monotonic()
 
+    @property
+    def clients(self) -> int:
+        """Slots that clients have; may be asked by any thread."""
+        return sum(slot.load(Word.OWNER) != rules.NOBODY for slot in self._slots)
+
+    @property
+    def ready(self) -> int:
+        """Requests that wait or are computed; may be asked by any thread."""
+        return sum(rules.state_of(slot.load(Word.STATE)) is rules.State.READY for slot in self._slots)
+
     def step(self, compute: Callable[[Sequence[Request]], Sequence[Reply]], timeout_s: float) -> int:
         """Wait for requests, and reply to all that are ready; to those that cannot be read, that they are malformed.
 

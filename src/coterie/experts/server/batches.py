@@ -1,0 +1,86 @@
+"""Requests that are ready together, as few batches: those of one layer, top-k and dtype are computed at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from coterie.experts.protocol import Dtype, Request
+from coterie.modeling.tiles import Floats
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """Requests that are computed at once.
+
+    Attributes:
+        layer: of all of them.
+        dtype: of all of them.
+        members: their numbers, in the order of their tokens.
+        tokens: of each of them.
+        hidden: `[T, H]` float32.
+        ids: `[T, K]`.
+        router: `[T, K]`.
+    """
+
+    layer: int
+    dtype: Dtype
+    members: tuple[int, ...]
+    tokens: tuple[int, ...]
+    hidden: Floats
+    ids: npt.NDArray[np.int32]
+    router: Floats
+
+    def split(self, sums: Floats) -> list[npt.NDArray[Any]]:
+        """Each member's part of `sums [T, H]`, in the batch's dtype."""
+        narrow = from_float32(sums, self.dtype)
+        if len(self.tokens) == 1:
+            return [narrow]
+        return np.split(narrow, np.cumsum(self.tokens[:-1]))
+
+
+def merge(requests: Iterable[tuple[int, Request]]) -> list[Batch]:
+    """Batches of numbered requests, in the order of their first members."""
+    groups: dict[tuple[int, ...], list[tuple[int, Request]]] = {}
+    for number, request in requests:
+        key = (request.layer, *request.ids.shape[1:], *request.hidden.shape[1:], request.dtype)
+        groups.setdefault(key, []).append((number, request))
+    return [_join(*zip(*group, strict=True)) for group in groups.values()]
+
+
+def _join(members: tuple[int, ...], requests: tuple[Request, ...]) -> Batch:
+    first = requests[0]
+    return Batch(
+        layer=first.layer,
+        dtype=first.dtype,
+        members=members,
+        tokens=tuple(len(request.ids) for request in requests),
+        hidden=to_float32(_stacked([request.hidden for request in requests]), first.dtype),
+        ids=_stacked([request.ids for request in requests]),
+        router=_stacked([request.weights for request in requests]),
+    )
+
+
+def _stacked(arrays: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+
+
+def to_float32(values: npt.NDArray[Any], dtype: Dtype) -> Floats:
+    """Values of a request, exactly."""
+    if dtype is Dtype.BFLOAT16:
+        return (values.astype(np.uint32) << 16).view(np.float32)
+    return values.astype(np.float32, copy=False)
+
+
+def from_float32(values: Floats, dtype: Dtype) -> npt.NDArray[Any]:
+    """Values for a reply, rounded to the nearest, ties to the even one; beyond the largest they are infinite."""
+    if dtype is Dtype.BFLOAT16:
+        bits = values.view(np.uint32)
+        rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+        return np.where(np.isnan(values), np.uint32(0x7FC0), rounded).astype(np.uint16)
+    with np.errstate(over="ignore"):
+        return values.astype(dtype.numpy, copy=False)

@@ -1,0 +1,67 @@
+"""What computes a layer's experts in a server: `modeling`'s own code, or another that follows `Kernel`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol, TypeVar
+
+from coterie.modeling import kernels as modeling
+from coterie.modeling.expert_tensors import Expert, ExpertModel, pack_experts
+from coterie.modeling.experts import ExpertWeights
+from coterie.modeling.gates import Choice, Ids
+from coterie.modeling.tiles import Floats
+
+WeightsT = TypeVar("WeightsT")
+
+
+class Kernel(Protocol[WeightsT]):
+    """Computes experts, whose weights it keeps in a form of its own."""
+
+    name: str
+
+    def check(self, model: ExpertModel) -> None:
+        """Check that it can compute a model's experts on this machine.
+
+        Raises:
+            UnsupportedError: it cannot.
+        """
+
+    def pack(self, model: ExpertModel, count: int, experts: Iterable[Expert]) -> WeightsT:
+        """So many experts of a layer, given one after the other, in the kernel's form."""
+
+    def compute(self, weights: WeightsT, rows: Floats, places: Ids, router: Floats) -> Floats:
+        """The weighted sum of what experts make of each token; those that no token chose are not read.
+
+        Args:
+            weights: of a layer.
+            rows: `[T, D]` hidden states.
+            places: `[T, K]` experts of each token, by their place among those packed; -1 adds nothing.
+            router: `[T, K]` weights of them.
+
+        Returns:
+            `[T, D]`.
+        """
+
+
+class ModelingKernel:
+    """The embedded engine's arithmetic: a token's sum has the same bits in every batch.
+
+    Args:
+        kernel: which of `modeling.kernels`; by default the fastest that can run here.
+    """
+
+    def __init__(self, kernel: modeling.Kernel | None = None) -> None:
+        self._kernel = kernel or next(modeling.kernels())
+        self.name = self._kernel.name
+
+    def check(self, model: ExpertModel) -> None:
+        """As `Kernel.check`."""
+        self._kernel.check(model.shapes())
+
+    def pack(self, model: ExpertModel, count: int, experts: Iterable[Expert]) -> ExpertWeights:
+        """As `Kernel.pack`."""
+        return pack_experts(model, count, experts)
+
+    def compute(self, weights: ExpertWeights, rows: Floats, places: Ids, router: Floats) -> Floats:
+        """As `Kernel.compute`."""
+        return self._kernel.routed(rows, Choice(places, router), weights)
