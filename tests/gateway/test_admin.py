@@ -12,7 +12,7 @@ import pytest
 from stories import Cluster, cluster, eventually, story
 
 from coterie.gateway.admin import api as admin_api
-from coterie.gateway.admin.app import MAX_BODY_BYTES
+from coterie.gateway.admin.openapi import MAX_BODY_BYTES
 from coterie.gateway.config import FIELDS
 
 JSON = {"content-type": "application/json"}

@@ -41,6 +41,9 @@ def test_the_decode_policy_follows_the_profile_unless_it_is_given() -> None:
         ("prefill: [http://a:1, http://a:1/]\ndecode: [http://b:1]", "twice"),
         ("prefill: [ftp://a:1]\ndecode: [http://b:1]", "ftp://a:1"),
         ("prefill: ['http://a:x']\ndecode: [http://b:1]", "http://a:x"),
+        ("peer: [a]\nprefill: [http://a:1]\ndecode: [http://b:1]", "peer: URL 'a'"),
+        ("peer: [http://c:1, http://c:1/]\nprefill: [http://a:1]\ndecode: [http://b:1]", "peer: .* twice"),
+        ("exchange_s: 2\nprefill: [http://a:1]\ndecode: [http://b:1]", "peer_timeout_s: 5 is less than 3 times"),
     ],
 )
 def test_what_is_wrong_is_named(tmp_path: Path, text: str, words: str) -> None:
@@ -60,12 +63,22 @@ def test_a_file_without_end_is_refused_at_the_bound() -> None:
         load_config(Path("/dev/zero"), {})
 
 
+def other_than(value: object) -> object:
+    match value:
+        case tuple():
+            return ("http://c:1",)
+        case float():
+            return value + 0.1
+        case int():
+            return value + 1
+    return "OTHER"
+
+
 def test_what_changed_is_told_and_what_is_fixed_may_not() -> None:
     old = GatewayConfig(**URLS, tls_cert="cert.pem")
     assert changed(old, replace(old)) == []
     assert changed(old, replace(old, tau=0.2, log_requests=False)) == ["tau", "log_requests"]
     for name in [name for name, field in FIELDS.items() if field.metadata["fixed"]]:
-        value = getattr(old, name)
-        other = "::1" if name.endswith("host") else value + 1 if isinstance(value, int | float) else "OTHER"
+        other = "::1" if name.endswith("host") else other_than(getattr(old, name))
         with pytest.raises(ConfigError, match=f"^{name}: cannot change from .* restart it"):
             changed(old, replace(old, tau=0.2, **{name: other}))

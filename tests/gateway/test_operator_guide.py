@@ -33,7 +33,7 @@ def rows(title: str) -> Iterator[list[str]]:
 @story
 async def test_the_table_of_metrics_is_that_of_the_registry() -> None:
     told = {name for row in rows("Metrics") for name in re.findall(r"`(coterie_\w+)`", row[0])}
-    async with cluster() as running:
+    async with cluster(peer=("http://127.0.0.1:1",)) as running:
         there = {
             family.name + ("_total" if family.type == "counter" else "")
             for family in running.gateway.metrics.registry.collect()

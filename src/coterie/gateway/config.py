@@ -62,6 +62,15 @@ class GatewayConfig:
     admin_host: str = _option("127.0.0.1", "Address of the admin side (metrics, workers, decisions).", fixed=True)
     admin_port: int = _option(8001, "Port of the admin side.", fixed=True)
     processes: int = _option(1, "Processes that serve clients on the one port, at most 64.", fixed=True)
+    peer: tuple[str, ...] = _option(
+        (), "Admin URL of another gateway of the same workers, to exchange load with; repeat for each.", fixed=True
+    )
+    exchange_s: float = _option(
+        1.0, "Longest time between two messages to a peer; changes are told within a quarter of it.", fixed=True
+    )
+    peer_timeout_s: float = _option(
+        5.0, "How long what a peer said counts if nothing else comes; at least 3 times --exchange-s.", fixed=True
+    )
     seed: int = _option(0, "Seed of the policies' random choices.", fixed=True)
     default_output_tokens: int = _option(256, "Output tokens to expect of a request that sets no limit.")
     keep_sessions: int = _option(
@@ -138,6 +147,7 @@ class GatewayConfig:
                 raise ConfigError(f"{name}: must be from 0 to 65535, got {getattr(self, name)}")
         self._check_access()
         self._check_processes()
+        self._check_peers()
         if self.kv_limit is not None and not 0 < self.kv_limit <= 1:
             raise ConfigError(f"kv_limit: must be above 0 and at most 1, got {self.kv_limit}")
         if self.breaker_failures < 1:
@@ -168,11 +178,35 @@ class GatewayConfig:
     def _check_processes(self) -> None:
         if not 1 <= self.processes <= MOST_ROWS:
             raise ConfigError(f"processes: must be from 1 to {MOST_ROWS}, got {self.processes}")
-        if self.processes > 1 and self.resolved_decode_policy in ("locality_refit", "locality_adaptive"):
+        if self.processes > 1:
+            self._refuse_refits("processes", "use --processes 1")
+
+    def _check_peers(self) -> None:
+        _check_different("peer", self.peer)
+        if self.peer_timeout_s < 3 * self.exchange_s:
             raise ConfigError(
-                f"processes: {self.resolved_decode_policy} refits the centroids of one process; "
-                "use --processes 1, or --decode-policy locality or marginal"
+                f"peer_timeout_s: {self.peer_timeout_s:g} is less than 3 times exchange_s ({self.exchange_s:g}): "
+                "a peer would be forgotten for one late message"
             )
+        if self.board_rows > MOST_ROWS:
+            raise ConfigError(
+                f"peer: {len(self.peer)} peers and {self.processes} processes are too many; twice the former and the "
+                f"latter together may be {MOST_ROWS}"
+            )
+        if self.peer:
+            self._refuse_refits("peer", "leave out --peer")
+
+    def _refuse_refits(self, name: str, instead: str) -> None:
+        if self.resolved_decode_policy in ("locality_refit", "locality_adaptive"):
+            raise ConfigError(
+                f"{name}: {self.resolved_decode_policy} refits the centroids of one process; "
+                f"{instead}, or --decode-policy locality or marginal"
+            )
+
+    @property
+    def board_rows(self) -> int:
+        """Rows of load: one for each process, two for each peer, since one that started again is another gateway."""
+        return self.processes + 2 * len(self.peer)
 
     def with_workers(self, role: Role, urls: tuple[str, ...]) -> GatewayConfig:
         """The same with other workers of a role.
@@ -216,10 +250,17 @@ def changed(old: GatewayConfig, new: GatewayConfig) -> list[str]:
 def _check_urls(role: str, urls: tuple[str, ...]) -> None:
     if not urls:
         raise ConfigError(f"{role}: no worker given; add --{role} http://HOST:PORT")
-    addresses = [split_url(url) for url in urls]
+    _check_different(role, urls)
+
+
+def _check_different(name: str, urls: tuple[str, ...]) -> None:
+    try:
+        addresses = [split_url(url) for url in urls]
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from None
     for url, address in zip(urls, addresses, strict=True):
         if addresses.count(address) > 1:
-            raise ConfigError(f"{role}: {url} is given twice")
+            raise ConfigError(f"{name}: {url} is given twice")
 
 
 def load_config(file: Path | None, flags: Mapping[str, Any]) -> GatewayConfig:

@@ -25,8 +25,10 @@ from coterie.gateway.config import GatewayConfig, Source
 from coterie.gateway.edge.tls import CLOSING_S, HANDSHAKE_S, following
 from coterie.gateway.fleet.startup import start_up
 from coterie.gateway.gateway import Gateway
+from coterie.gateway.peers.exchange import Exchange, exchanging
 from coterie.gateway.processes.seat import Seat
 from coterie.http_server import BACKLOG, listen, url_of
+from coterie.routing.shared_load import Board
 
 _OTHER_DESCRIPTORS = 256
 _log = logging.getLogger("coterie.gateway")
@@ -137,9 +139,25 @@ async def serving(
         def admin(app: ASGIApp) -> contextlib.AbstractAsyncContextManager[None]:
             return serving_admin(app, config, admin_listener)
 
-        async with serving_on(config, engine, listener, admin, read=read) as changes:
+        async with (
+            _sitting(config) as (seat, exchange),
+            serving_on(config, engine, listener, admin, seat, read, exchange) as changes,
+        ):
             url = url_of(listener, tls=config.tls_cert is not None)
             yield Serving(changes.gateway, changes, url, url_of(admin_listener, tls=config.admin_tls))
+
+
+@contextlib.asynccontextmanager
+async def _sitting(config: GatewayConfig) -> AsyncIterator[tuple[Seat | None, Exchange | None]]:
+    """The place and the part in the exchange of a gateway of one process that has peers; else nothing."""
+    if not config.peer:
+        yield None, None
+        return
+    rows, sessions = config.board_rows, config.keep_sessions
+    board = Board(bytearray(Board.size(rows, sessions)), rows, sessions)
+    with contextlib.closing(Seat(0, board)) as seat:
+        async with exchanging(config, board, os.environ) as exchange:
+            yield seat, exchange
 
 
 @contextlib.asynccontextmanager
@@ -150,6 +168,7 @@ async def serving_on(
     admin: Callable[[ASGIApp], contextlib.AbstractAsyncContextManager[None]],
     seat: Seat | None = None,
     read: Callable[[], GatewayConfig] | None = None,
+    exchange: Exchange | None = None,
 ) -> AsyncIterator[Changes]:
     """A gateway that serves clients on a socket until the block is left, and who changes it.
 
@@ -158,8 +177,9 @@ async def serving_on(
         engine: the dialect of the workers.
         listener: clients' socket; listens once they are served, if it does not yet.
         admin: serves the admin side as long as its block lasts.
-        seat: this process's place, where the gateway has several.
+        seat: this process's place, where the gateway has several or peers.
         read: see `serving`.
+        exchange: its part in the exchange with peers, where this process speaks for the gateway.
 
     Raises:
         CoterieError: the gateway cannot start; nothing was served.
@@ -167,8 +187,10 @@ async def serving_on(
     inputs = read_inputs(config, os.environ)
     gateway = Gateway(config, engine, access=inputs.access, seat=seat)
     changes = Changes(gateway, inputs, read or (lambda: gateway.config))
+    if exchange is not None:
+        gateway.metrics.registry.register(exchange)
     try:
-        async with admin(admin_app(changes)):
+        async with admin(admin_app(changes, exchange)):
             await start_up(gateway, inputs)
             async with _clients(gateway, listener), changes.running():
                 yield changes

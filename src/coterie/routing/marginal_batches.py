@@ -77,6 +77,10 @@ def row_of(usage: Usage) -> Row:
     return np.rint(np.log1p(-usage) * np.float32(1 / _UNIT)).astype(np.int32)
 
 
+LEAST_IN_ROW = int(row_of(np.array([MOST], np.float32))[0])
+"""What a request brings for an expert that it uses as likely as can be."""
+
+
 class LiveBatches:
     """One batch for each decode group: how many experts it activates now, and what one more request will add.
 

@@ -78,6 +78,38 @@ class Policies(msgspec.Struct):
     policies: list[PolicyRow]
 
 
+class PeerView(msgspec.Struct):
+    """What was last heard of another gateway."""
+
+    identity: str
+    heard_ago_s: Annotated[float, msgspec.Meta(description="Since its last message came, by this host's clock.", ge=0)]
+    sequence: int
+    requests: Annotated[int, msgspec.Meta(ge=0)]
+    tokens: Annotated[int, msgspec.Meta(ge=0)]
+    unknown_workers: Annotated[int, msgspec.Meta(description="Of its workers, those that are none here.", ge=0)]
+
+
+class PeerRow(msgspec.Struct):
+    """A peer of the configuration."""
+
+    name: str
+    url: str
+    identity: Annotated[
+        str | None, msgspec.Meta(description="Once it answered; this gateway's own if the URL leads here.")
+    ]
+    problem: Annotated[str | None, msgspec.Meta(description="Why it does not take what this gateway says.")]
+    told_ago_s: Annotated[float | None, msgspec.Meta(description="Since it last took a message.")]
+    view: Annotated[PeerView | None, msgspec.Meta(description="What it said; null if nothing of late.")]
+
+
+class Peers(msgspec.Struct):
+    """The exchange with other gateways."""
+
+    identity: Annotated[str, msgspec.Meta(description="Of this gateway, from start to end.")]
+    peers: list[PeerRow]
+    others: Annotated[list[PeerView], msgspec.Meta(description="Gateways that are heard of and are none of these.")]
+
+
 class Effective(msgspec.Struct):
     """Beside all settings: which configuration they are of."""
 

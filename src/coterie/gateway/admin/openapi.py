@@ -14,6 +14,9 @@ from coterie import __version__
 from coterie.gateway.admin.api import Effective, Error
 from coterie.gateway.config import FIELDS, GatewayConfig
 
+MAX_BODY_BYTES = 64 << 10
+"""Of most operations."""
+
 _REF = "#/components/schemas/{name}"
 _JSON = "application/json"
 _ERRORS = {
@@ -41,6 +44,8 @@ class Operation:
         replies: what it answers, by status; str for plain text, `Effective` for the settings with their generation.
         errors: statuses of its own errors.
         body: type of its body; None for none.
+        read: its body from bytes, where that is more than to decode the type; it may raise `WireError`.
+        max_bytes: of its body.
     """
 
     method: str
@@ -50,6 +55,16 @@ class Operation:
     replies: Mapping[int, Any]
     errors: tuple[int, ...] = ()
     body: Any = None
+    read: Callable[[bytes], Any] | None = None
+    max_bytes: int = MAX_BODY_BYTES
+
+    def decode(self, body: bytes) -> Any:
+        """Its body from bytes.
+
+        Raises:
+            MsgspecError, WireError: they are none.
+        """
+        return msgspec.json.decode(body, type=self.body) if self.read is None else self.read(body)
 
     @property
     def changes(self) -> bool:

@@ -52,9 +52,7 @@ def read_access(config: GatewayConfig, environ: Mapping[str, str]) -> Access:
     keys = load_keys(Path(config.api_keys)) if config.api_keys else []
     if config.api_key_env:
         keys.append(_shown_key(config.api_key_env, environ))
-    lines = b""
-    if config.worker_key_env:
-        lines = b"authorization: Bearer %b\r\n" % _secret(config.worker_key_env, environ).encode("ascii")
+    lines = _bearer(config.worker_key_env, environ) if config.worker_key_env else b""
     return Access(
         keys=KeyRing(keys) if config.api_keys or config.api_key_env else None,
         worker_headers=lines,
@@ -69,6 +67,19 @@ def read_admin_keys(config: GatewayConfig, environ: Mapping[str, str]) -> KeyRin
         ConfigError: the environment variable that the configuration names holds no key.
     """
     return KeyRing([_shown_key(config.admin_key_env, environ)]) if config.admin_key_env else None
+
+
+def peer_headers(config: GatewayConfig, environ: Mapping[str, str]) -> bytes:
+    """Header lines that every message to a peer gets: all gateways have one key of the admin side.
+
+    Raises:
+        ConfigError: the environment variable that the configuration names holds no key.
+    """
+    return _bearer(config.admin_key_env, environ) if config.admin_key_env else b""
+
+
+def _bearer(variable: str, environ: Mapping[str, str]) -> bytes:
+    return b"authorization: Bearer %b\r\n" % _secret(variable, environ).encode("ascii")
 
 
 def _shown_key(variable: str, environ: Mapping[str, str]) -> Key:

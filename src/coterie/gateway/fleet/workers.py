@@ -14,7 +14,7 @@ from coterie.errors import NoWorkerError
 from coterie.gateway.config import GatewayConfig
 from coterie.gateway.edge.access import NO_ACCESS, Access
 from coterie.gateway.fleet.breaker import Breaker, BreakerRules
-from coterie.gateway.legs.pool import Address, Pool, split_url
+from coterie.gateway.legs.pool import Address, Pool, plain_url, split_url
 from coterie.gateway.processes.seat import Seat
 from coterie.routing import Filter, KvHeadroom, Ledger, Policy, Sharing, no_queue, random_stream, route
 
@@ -182,7 +182,7 @@ class Fleet:
         return self.workers[decision.worker], decision
 
     def _url_of(self, name: str) -> str:
-        return self.workers[name].url
+        return plain_url(self.workers[name].url)
 
     def available(self) -> list[Worker]:
         """The workers that can be used now."""

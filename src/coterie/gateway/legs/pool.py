@@ -11,6 +11,7 @@ from coterie.engines.base import Body
 from coterie.errors import ConfigError
 from coterie.gateway.edge.tls import worker_context
 from coterie.gateway.legs.upstream import Consumer, Patience, Upstream, UpstreamError
+from coterie.http_server import address_url
 
 Address = tuple[str, int, bytes, bool]
 """Host, port and path prefix of a worker, and whether it speaks TLS."""
@@ -147,7 +148,7 @@ def _why(error: ssl.SSLError) -> str:
 
 
 def split_url(url: str) -> Address:
-    """Host, port and path prefix of a worker's URL, and whether it is https.
+    """Host, port and path prefix of a URL, and whether it is https.
 
     Raises:
         ConfigError: it is not an http or https URL of a host.
@@ -156,9 +157,19 @@ def split_url(url: str) -> Address:
         parts = urlsplit(url)
         port = parts.port or (443 if parts.scheme == "https" else 80)
     except ValueError as error:
-        raise ConfigError(f"worker URL {url!r}: {error}") from None
+        raise ConfigError(f"URL {url!r}: {error}") from None
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment or parts.username:
         raise ConfigError(
-            f"worker URL {url!r}: expected http://HOST:PORT or https://HOST:PORT, without user, query or fragment"
+            f"URL {url!r}: expected http://HOST:PORT or https://HOST:PORT, without user, query or fragment"
         )
     return parts.hostname, port, parts.path.rstrip("/").encode(), parts.scheme == "https"
+
+
+def plain_url(url: str) -> str:
+    """The one form of all URLs that mean the same.
+
+    Raises:
+        ConfigError: see `split_url`.
+    """
+    host, port, prefix, tls = split_url(url)
+    return address_url(host, port, tls=tls) + prefix.decode()

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import os
 import signal
 import socket
 from collections import deque
@@ -24,6 +25,7 @@ import uvloop
 from coterie.errors import CoterieError, EngineError
 from coterie.gateway.admin.guard import serving_admin
 from coterie.gateway.config import FIELDS, GatewayConfig, Source
+from coterie.gateway.peers.exchange import exchanging
 from coterie.gateway.processes.control import Answer, Ask, Ready, Setup, receive, send
 from coterie.gateway.processes.seat import BOARD_PREFIX
 from coterie.gateway.processes.together import together_app
@@ -132,6 +134,7 @@ class Group:
 
     Attributes:
         config: the same.
+        board: where the processes show each other what they hold.
         members: the processes that live, by number.
         restarts: how often each was started again.
     """
@@ -143,7 +146,7 @@ class Group:
         self.restarts = [0] * config.processes
         self._command = command
         self._file = file
-        self._board = Board(file.memory, config.processes, config.keep_sessions)
+        self.board = Board(file.memory, config.board_rows, config.keep_sessions)
         self._deaths = Deaths()
         self._keepers: list[asyncio.Task[None]] = []
         self._first_ready = [asyncio.Event() for _ in self.restarts]
@@ -207,11 +210,11 @@ class Group:
         """Have a process of this number as long as the gateway serves."""
         while not self._stopping:
             config = await self._present()
-            setup = Setup(number, self.config.processes, str(self._file.path), config, self._source)
+            setup = Setup(number, self.config.board_rows, str(self._file.path), config, self._source)
             member = self.members[number] = await Member.start(self._command, setup)
             status = await member.live(partial(self._heard, number, member))
             del self.members[number]
-            self._board.clear(number)
+            self.board.clear(number)
             sweep(BATCHES_PREFIX)
             if not self._stopping:
                 await self._after_death(number, member, status)
@@ -280,7 +283,10 @@ async def _run(source: Source, command: Sequence[str], on_ready: Callable[[Seque
         config = dataclasses.replace(config, port=port_of(reserved), admin_port=port_of(admin_listener))
         group = Group(config, source, command, file)
         loop.add_signal_handler(signal.SIGHUP, group.signal, signal.SIGHUP)
-        async with serving_admin(together_app(group), config, admin_listener):
+        async with (
+            exchanging(config, group.board, os.environ) as exchange,
+            serving_admin(together_app(group, exchange), config, admin_listener),
+        ):
             told = asyncio.create_task(stop.wait())
             serving = asyncio.create_task(_serve(group, on_ready))
             try:
@@ -302,7 +308,7 @@ async def _serve(group: Group, on_ready: Callable[[Sequence[str]], None]) -> Non
 
 @contextlib.contextmanager
 def _board(config: GatewayConfig) -> Iterator[SharedFile]:
-    file = SharedFile.create(BOARD_PREFIX, Board.size(config.processes, config.keep_sessions))
+    file = SharedFile.create(BOARD_PREFIX, Board.size(config.board_rows, config.keep_sessions))
     try:
         yield file
     finally:

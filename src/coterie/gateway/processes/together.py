@@ -16,8 +16,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from coterie.gateway.admin.answering import HANDLERS, routes_of
+from coterie.gateway.admin.peers import peer_operations
 from coterie.gateway.config import GatewayConfig
 from coterie.gateway.edge.http1 import error_body
+from coterie.gateway.peers.exchange import Exchange
 from coterie.gateway.processes.control import Answer
 
 MAX_BODY_BYTES = 1 << 20
@@ -46,8 +49,14 @@ class Together(Protocol):
         ...
 
 
-def together_app(group: Together) -> Starlette:
-    """The admin side as an ASGI application."""
+def together_app(group: Together, exchange: Exchange | None = None) -> Starlette:
+    """The admin side as an ASGI application.
+
+    Args:
+        group: the processes.
+        exchange: the gateway's part in the exchange with peers, if it has any.
+    """
+    own = [] if exchange is None else routes_of(peer_operations(exchange))
 
     async def answer(request: Request) -> Response:
         body = await _body(request)
@@ -63,13 +72,14 @@ def together_app(group: Together) -> Starlette:
         if refused:
             return _response(refused[0])
         if path == "/metrics":
-            return Response(_metrics(group, answers), headers={"content-type": CONTENT_TYPE_LATEST})
+            return Response(_metrics(group, exchange, answers), headers={"content-type": CONTENT_TYPE_LATEST})
         if request.method != "GET" or path not in _MERGED:
             return _first(answers, lambda _: True)  # all have made the same change, or tell the same
         said = {number: msgspec.json.decode(answer.body) for number, answer in answers.items()}
         return JSONResponse(_MERGED[path](said, group.config))
 
-    return Starlette(routes=[Route("/{path:path}", answer, methods=["GET", "POST", "PUT", "DELETE"])])
+    everything = Route("/{path:path}", answer, methods=["GET", "POST", "PUT", "DELETE"])
+    return Starlette(routes=[*own, everything], exception_handlers=HANDLERS)
 
 
 async def _body(request: Request) -> bytes | None:
@@ -150,14 +160,15 @@ _MERGED: Mapping[str, Callable[[Said, GatewayConfig], Any]] = {
 # --- metrics ---
 
 
-def _metrics(group: Together, answers: Mapping[int, Answer]) -> bytes:
+def _metrics(group: Together, exchange: Exchange | None, answers: Mapping[int, Answer]) -> bytes:
     """All series of all processes with the label `process`: a sum would fall when one is started again."""
     families: dict[str, Metric] = {}
     for number, answer in answers.items():
         for family in text_string_to_metric_families(answer.body.decode()):
             known = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
             known.samples += [_labelled(sample, number) for sample in family.samples]
-    return generate_latest(_Families([*families.values(), *_of_group(group, answers)]))
+    of_peers = () if exchange is None else exchange.collect()
+    return generate_latest(_Families([*families.values(), *_of_group(group, answers), *of_peers]))
 
 
 def _labelled(sample: Sample, number: int) -> Sample:

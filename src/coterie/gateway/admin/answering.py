@@ -1,0 +1,112 @@
+"""How operations of the admin side are answered over HTTP; their errors have the shape of the clients' side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from coterie.errors import InputError, WireError
+from coterie.gateway.admin.changes import NotServingError, UnknownWorkerError
+from coterie.gateway.admin.openapi import Operation
+from coterie.gateway.edge.http1 import error_body
+
+_JSON = "application/json"
+
+
+def routes_of(operations: Sequence[Operation]) -> list[Route]:
+    """What answers these operations."""
+    by_path: dict[str, list[Operation]] = {}
+    for operation in operations:
+        by_path.setdefault(operation.path, []).append(operation)
+    return [_route(path, ones) for path, ones in by_path.items()]
+
+
+def _route(path: str, operations: Sequence[Operation]) -> Route:
+    """One for all methods of a path, so that another is answered with all that there are."""
+    by_method = {operation.method: operation for operation in operations}
+
+    async def endpoint(request: Request) -> Response:
+        return await _answer(by_method["GET" if request.method == "HEAD" else request.method], request)
+
+    return Route(path, endpoint, methods=list(by_method))
+
+
+async def _answer(operation: Operation, request: Request) -> Response:
+    body = None
+    if operation.changes:
+        _check_origin(request)
+        body = _read(operation, request, await _bounded_body(request, operation.max_bytes))
+    try:
+        return await operation.handler(request, body)
+    except NotServingError as error:
+        return _error(503, str(error), "unavailable_error", "starting")
+    except UnknownWorkerError as error:
+        return _error(404, str(error), "not_found_error", "unknown_worker")
+    except InputError as error:
+        return _error(409, str(error), "invalid_request_error", "refused")
+
+
+def _check_origin(request: Request) -> None:
+    """A page that somebody who can reach this port looks at must not change the gateway by posting to it."""
+    origin = request.headers.get("origin")
+    if origin is not None and origin.partition("://")[2] != request.headers.get("host"):
+        raise HTTPException(403, f"requests of pages of another origin ({origin}) are not taken")
+
+
+async def _bounded_body(request: Request, most: int) -> bytes:
+    parts, size = [], 0
+    async for part in request.stream():
+        parts.append(part)
+        size += len(part)
+        if size > most:
+            raise HTTPException(413, f"the body is larger than {most} bytes", {"connection": "close"})
+    return b"".join(parts)
+
+
+def _read(operation: Operation, request: Request, body: bytes) -> Any:
+    if operation.body is None:
+        if body:
+            raise HTTPException(400, f"{operation.method} {operation.path} takes no body")
+        return None
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != _JSON:
+        raise HTTPException(415, f"the body must be sent as content-type: {_JSON}")
+    try:
+        return operation.decode(body)
+    except WireError as error:
+        raise HTTPException(400, str(error)) from None
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise HTTPException(400, f"the body: {error}") from None
+
+
+def json_reply(value: Any, status: int = 200) -> Response:
+    """A value as JSON."""
+    return Response(msgspec.json.encode(value), status, media_type=_JSON)
+
+
+def _error(status: int, message: str, kind: str, code: str | None = None) -> Response:
+    return Response(error_body(message, kind, code=code), status, media_type=_JSON)
+
+
+async def refused(request: Request, error: Exception) -> Response:
+    """Answer a request that no operation answers."""
+    assert isinstance(error, HTTPException)
+    kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
+    message = "unknown path; /openapi.json lists all" if error.status_code == 404 else error.detail
+    reply = _error(error.status_code, message, kind)
+    reply.headers.update(error.headers or {})
+    return reply
+
+
+async def failed(request: Request, error: Exception) -> Response:
+    """Answer a request that met a fault."""
+    return _error(500, "a fault inside the gateway; its log has the traceback", "internal_error")
+
+
+HANDLERS = {HTTPException: refused, Exception: failed}
+"""How an application that answers operations answers everything else."""
