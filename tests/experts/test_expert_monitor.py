@@ -10,7 +10,7 @@ from coterie.clock import ManualClock
 from coterie.experts.membership import Heartbeat, Leave, Register, Tick, Timing
 from coterie.experts.monitor.log import LENGTH, ChangeLog
 from coterie.experts.monitor.monitor import Awake, Monitor
-from coterie.experts.view import Beat, Change, Message, Snapshot, View
+from coterie.experts.view import AllKnown, Beat, Change, Message, Snapshot, View
 
 TIMING = Timing(heartbeat_s=1, suspect_after_s=3, dead_after_s=10)
 A, B = server("a", "01"), server("b", "01")
@@ -88,12 +88,14 @@ def test_a_follower_gets_a_snapshot_if_it_was_elsewhere_or_away_for_too_long(mon
     asyncio.run(story())
 
 
-def test_followers_get_a_snapshot_when_the_monitor_has_settled(monitor, clock):
+def test_followers_are_told_when_the_monitor_has_settled_even_those_that_come_back_later(monitor, clock):
     async def story():
         follower = Follower(monitor)
         assert not (await follower.next()).settled
         pass_time(monitor, clock, 10)
-        assert (await follower.next()).settled
+        assert await follower.next() == AllKnown(epoch=101)
+        assert monitor.missed("this", 100) == [Beat(epoch=100), AllKnown(epoch=101)]
+        assert monitor.missed("", 0)[0].settled
 
     asyncio.run(story())
 

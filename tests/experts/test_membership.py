@@ -20,7 +20,7 @@ from coterie.experts.membership import (
     Timing,
     Unknown,
 )
-from coterie.experts.view import Change, Snapshot, View
+from coterie.experts.view import AllKnown, Change, Snapshot, View
 
 TIMING = Timing(heartbeat_s=1, suspect_after_s=3, dead_after_s=10, joining_s=60, forget_after_s=100)
 A, B = server("a", "01", "01"), server("b", "12", "12")
@@ -186,7 +186,7 @@ def test_dead_servers_are_shown_for_a_while_and_then_forgotten():
 def test_it_settles_once_all_that_live_must_have_registered():
     made = Membership(TIMING, epoch=0, now=50)
     assert made.on(Tick(), 59.9) == ()
-    assert made.on(Tick(), 60) == (Settled(),)
+    assert made.on(Tick(), 60) == (Settled(1),)
     assert made.on(Tick(), 61) == ()
 
 
@@ -259,10 +259,12 @@ def test_every_change_has_the_next_epoch_and_is_what_the_members_say(told):
     made = Membership(TIMING, epoch=100, now=0)
     last = made.epoch
     for _, event, actions in play(made, told):
+        for action in actions:
+            if isinstance(action, Changed | Settled):
+                assert action.epoch == last + 1 or isinstance(event, Register)  # which may know of a later one
+                assert action.epoch > last
+                last = action.epoch
         changes = [action for action in actions if isinstance(action, Changed)]
-        for change in changes:
-            assert change.epoch > last
-            last = change.epoch
         assert {one.member.server.id: one.member for one in changes}.items() <= {
             member.server.id: member for member in made.members
         }.items()
@@ -315,6 +317,7 @@ def test_a_client_that_saw_a_snapshot_and_every_later_change_knows_the_living(to
     changes = []
     for step, (_, _, actions) in enumerate(play(made, told)):
         new = [Change(epoch=one.epoch, member=one.member) for one in actions if isinstance(one, Changed)]
+        new += [AllKnown(epoch=one.epoch) for one in actions if isinstance(one, Settled)]
         changes += new
         if step == first:
             view = view.apply(Snapshot(run="r", epoch=made.epoch, settled=made.settled, members=made.living))
@@ -324,3 +327,4 @@ def test_a_client_that_saw_a_snapshot_and_every_later_change_knows_the_living(to
     if view.run:
         assert view.members == {member.server.id: member for member in made.living}
         assert view.absent == {}
+        assert (view.epoch, view.settled) == (made.epoch, made.settled) or not changes

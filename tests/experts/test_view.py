@@ -3,7 +3,7 @@
 from expert_members import server
 
 from coterie.experts.members import Member
-from coterie.experts.view import Beat, Change, Snapshot, View
+from coterie.experts.view import AllKnown, Beat, Change, Snapshot, View
 
 
 def serving(*servers):
@@ -44,12 +44,13 @@ def test_a_monitor_that_starts_takes_no_server_away_before_it_has_settled():
 def test_who_has_not_come_back_when_the_monitor_settles_is_gone_unless_it_is_a_last_owner():
     view = View().apply(snapshot(*serving(A, BOTH))).apply(snapshot(run="2", settled=False))
     assert known(view.apply(snapshot(*serving(BOTH), run="2"))) == {"both": "serving"}
-    view = view.apply(snapshot(*serving(A), run="2"))
+    view = view.apply(Change(epoch=11, member=Member(A, "serving"))).apply(AllKnown(epoch=12))
+    assert view.apply(AllKnown(epoch=12)) is view
     assert known(view) == {"a": "serving", "both": "suspect"}  # 2 is its alone
     assert view.absent["both"].reason == "the monitor has not heard of it"
-    joining = view.apply(Change(epoch=11, member=Member(B, "joining")))
+    joining = view.apply(Change(epoch=13, member=Member(B, "joining")))
     assert known(joining) == {"a": "serving", "both": "suspect", "b": "joining"}
-    assert known(joining.apply(Change(epoch=12, member=Member(B, "serving")))) == {"a": "serving", "b": "serving"}
+    assert known(joining.apply(Change(epoch=14, member=Member(B, "serving")))) == {"a": "serving", "b": "serving"}
 
 
 def test_an_absent_server_whose_end_is_told_is_gone():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
@@ -17,6 +17,7 @@ State = Literal["joining", "serving", "draining", "suspect", "dead"]
 Held = tuple[tuple[int, ...], ...]
 """For each MoE layer, the experts that a server has, in ascending order."""
 
+_ASKED: tuple[State, ...] = ("serving", "draining", "suspect")
 _MAX_TEXT = 1024
 
 
@@ -94,3 +95,26 @@ def covers(owners: Iterable[Member], server: Server) -> bool:
     """Whether each expert of a server is held by one of the owners that serve, too."""
     serving = [owner.server.held for owner in owners if owner.state == "serving" and owner.server.kind == server.kind]
     return all(not set(ids).difference(*(held[layer] for held in serving)) for layer, ids in enumerate(server.held))
+
+
+def best_owners(members: Sequence[Member]) -> list[list[tuple[Server, ...]]]:
+    """Whom to ask for each expert: those that serve; where there is none those that drain, and at last suspects.
+
+    Args:
+        members: servers of one model; at least one.
+
+    Returns:
+        `[L][E]` servers, in the order of the members.
+    """
+    owners: list[list[dict[State, list[Server]]]] = [
+        [{} for _ in range(members[0].server.experts)] for _ in members[0].server.held
+    ]
+    for member in members:
+        for layer, experts in enumerate(member.server.held):
+            for expert in experts:
+                owners[layer][expert].setdefault(member.state, []).append(member.server)
+    return [[_best(by_state) for by_state in layer] for layer in owners]
+
+
+def _best(owners: Mapping[State, Sequence[Server]]) -> tuple[Server, ...]:
+    return tuple(next((owners[state] for state in _ASKED if state in owners), ()))

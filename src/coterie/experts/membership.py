@@ -136,6 +136,8 @@ class Unknown:
 class Settled:
     """Tell all clients: every server that lives has registered by now, so who is absent is gone."""
 
+    epoch: int
+
 
 Action = Changed | Accepted | Refused | Unknown | Settled
 
@@ -260,7 +262,8 @@ class Membership:
             yield from self._give_up(key, now)
         if not self.settled and now >= self._settles_s:
             self.settled = True
-            yield Settled()
+            self.epoch += 1
+            yield Settled(self.epoch)
 
     def _grow_impatient(self, key: str, now: float) -> Iterator[Action]:
         record, timing = self._records[key], self.timing

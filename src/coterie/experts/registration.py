@@ -28,6 +28,44 @@ class Account:
     load: Load | None = None
 
 
+class Registrant:
+    """What a server says to its monitor next: the rules of `Registration`, without its thread."""
+
+    def __init__(self) -> None:
+        self._known: Held | None = None  # experts with which the present monitor knows the server
+        self._of: Held | None = None  # experts that the last welcome was for
+        self._welcome: Welcome | None = None
+
+    @property
+    def registered(self) -> bool:
+        """Whether the monitor knows the server, as far as the server knows."""
+        return self._known is not None
+
+    @property
+    def welcome(self) -> Welcome | None:
+        """The monitor's last answer; None before the first."""
+        return self._welcome
+
+    def message(self, account: Account) -> Register | Pulse:
+        """A heartbeat, or a registration if the monitor does not know the server with these experts."""
+        server = account.server
+        if self._known == server.held:
+            return Pulse(server.id, account.phase, account.load)
+        since = self._welcome.since if self._welcome and self._of == server.held else 0
+        seen = self._welcome.epoch if self._welcome else 0
+        return Register(replace(server, since=since), account.phase, seen)
+
+    def welcomed(self, account: Account, welcome: Welcome) -> None:
+        """The monitor took the message."""
+        self._known = self._of = account.server.held
+        self._welcome = welcome
+
+    def unknown(self) -> bool:
+        """The monitor does not know the server; whether that is news, so that it should register at once."""
+        known, self._known = self._known, None
+        return known is not None
+
+
 class Registration:
     """Registers a server, sends its heartbeats, and registers it again where the monitor asks for that.
 
@@ -48,17 +86,14 @@ class Registration:
     ) -> None:
         check_url(monitor)
         self._monitor, self._account, self._on_welcome = monitor, account, on_welcome
-        self._registered: Held | None = None  # with these experts
-        self._since_of: Held | None = None
-        self._welcome: Welcome | None = None
-        self._problem = ""
+        self._registrant, self._problem = Registrant(), ""
         self._changed, self._closed = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="coterie-expert-heartbeat", daemon=True)
 
     @property
     def welcome(self) -> Welcome | None:
         """The monitor's last answer; None before the first."""
-        return self._welcome
+        return self._registrant.welcome
 
     def start(self) -> None:
         """Begin."""
@@ -83,33 +118,24 @@ class Registration:
     def _turn(self) -> float:
         """Say what there is to say; returns how long to wait for the next time."""
         account = self._account()
+        message = self._registrant.message(account)
+        path = "/register" if isinstance(message, Register) else "/heartbeat"
         try:
-            self._take(account, self._send(account))
+            welcome = ask(self._monitor, "POST", path, Welcome, message)
         except RefusedError as error:
-            if error.status == 404 and self._registered is not None:
-                self._registered = None
+            if error.status == 404 and self._registrant.unknown():
                 return 0.0
             return self._failed(f"the expert monitor refuses this server: {error}")
         except EngineError as error:
             return self._failed(str(error))
-        assert self._welcome is not None
-        return self._welcome.heartbeat_s
-
-    def _send(self, account: Account) -> Welcome:
-        server = account.server
-        if self._registered == server.held:
-            pulse = Pulse(server.id, account.phase, account.load)
-            return ask(self._monitor, "POST", "/heartbeat", Welcome, pulse)
-        known = self._welcome if self._since_of == server.held else None
-        seen = self._welcome.epoch if self._welcome else 0
-        register = Register(replace(server, since=known.since if known else 0), account.phase, seen)
-        return ask(self._monitor, "POST", "/register", Welcome, register)
+        self._take(account, welcome)
+        return welcome.heartbeat_s
 
     def _take(self, account: Account, welcome: Welcome) -> None:
         if self._problem:
             _log.info("the expert monitor is back")
-        self._registered = self._since_of = account.server.held
-        self._welcome, self._problem = welcome, ""
+            self._problem = ""
+        self._registrant.welcomed(account, welcome)
         if self._on_welcome:
             self._on_welcome(welcome)
 
@@ -120,7 +146,7 @@ class Registration:
         return RETRY_S
 
     def _leave(self) -> None:
-        if self._registered is not None:
+        if self._registrant.registered:
             try:
                 ask(self._monitor, "POST", "/leave", Welcome, Leave(self._account().server.id))
             except EngineError as error:

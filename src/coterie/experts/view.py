@@ -38,13 +38,19 @@ class Change(msgspec.Struct, frozen=True, kw_only=True, tag="change"):
     member: Member
 
 
+class AllKnown(msgspec.Struct, frozen=True, kw_only=True, tag="all_known"):
+    """The monitor has settled: every server that lives has registered with it."""
+
+    epoch: int
+
+
 class Beat(msgspec.Struct, frozen=True, kw_only=True, tag="beat"):
     """Nothing has changed for a while."""
 
     epoch: int
 
 
-Message = Snapshot | Change | Beat
+Message = Snapshot | Change | AllKnown | Beat
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +86,8 @@ class View:
                 return View(message.run, message.epoch, message.settled, members, others)._without_needless()
             case Change() if message.epoch > self.epoch:
                 return self._changed(message.epoch, message.member)
+            case AllKnown() if message.epoch > self.epoch:
+                return replace(self, epoch=message.epoch, settled=True)._without_needless()
         return self
 
     def _changed(self, epoch: int, member: Member) -> View:

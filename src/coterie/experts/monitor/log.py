@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from coterie.experts.view import Change
+from coterie.experts.view import AllKnown, Change
 
 LENGTH = 1024
 
@@ -18,15 +18,15 @@ class ChangeLog:
 
     def __init__(self, epoch: int) -> None:
         self._before = epoch
-        self._changes: deque[Change] = deque()
+        self._changes: deque[Change | AllKnown] = deque()
 
-    def add(self, change: Change) -> None:
+    def add(self, change: Change | AllKnown) -> None:
         """Keep a change, whose epoch is above that of the last one."""
         self._changes.append(change)
         if len(self._changes) > LENGTH:
             self._before = self._changes.popleft().epoch
 
-    def after(self, epoch: int) -> list[Change] | None:
+    def after(self, epoch: int) -> list[Change | AllKnown] | None:
         """The changes after this epoch; None if they are not all known any more, or never were."""
         last = self._changes[-1].epoch if self._changes else self._before
         if not self._before <= epoch <= last:

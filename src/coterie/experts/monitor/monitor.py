@@ -14,7 +14,7 @@ from coterie.experts.membership import Action, Changed, Event, Membership, Settl
 from coterie.experts.monitor.demand import Demand, suggest
 from coterie.experts.monitor.log import ChangeLog
 from coterie.experts.monitor.messages import BEAT_S, Load, Suggestion
-from coterie.experts.view import Beat, Change, Message, Snapshot
+from coterie.experts.view import AllKnown, Beat, Change, Message, Snapshot
 
 MAX_FOLLOWERS = 1024
 _BACKLOG = 256  # lines that a follower may be behind; then it is cut off, and comes back for the rest
@@ -66,11 +66,9 @@ class Monitor:
         answer = None
         for action in self.membership.on(event, self._clock.now()):
             if isinstance(action, Changed):
-                change = Change(epoch=action.epoch, member=action.member)
-                self._log.add(change)
-                self._tell(change)
+                self._tell(Change(epoch=action.epoch, member=action.member))
             elif isinstance(action, Settled):
-                self._tell(self._snapshot())
+                self._tell(AllKnown(epoch=action.epoch))
             else:
                 answer = action
         return answer
@@ -115,7 +113,7 @@ class Monitor:
             after: the last epoch that it knows.
         """
         queue: asyncio.Queue[bytes | None] = asyncio.Queue(_BACKLOG)
-        first = self._first(run, after)
+        first = self.missed(run, after)
         self._followers.add(queue)
         try:
             for message in first:
@@ -125,7 +123,8 @@ class Monitor:
         finally:
             self._followers.discard(queue)
 
-    def _first(self, run: str, after: int) -> list[Message]:
+    def missed(self, run: str, after: int) -> list[Message]:
+        """What a follower is told at first; see `follow`."""
         missed = self._log.after(after) if run == self.run else None
         return [self._snapshot()] if missed is None else [Beat(epoch=after), *missed]
 
@@ -144,8 +143,9 @@ class Monitor:
         membership = self.membership
         return Snapshot(run=self.run, epoch=membership.epoch, settled=membership.settled, members=membership.living)
 
-    def _tell(self, message: Message) -> None:
-        line = _line(message)
+    def _tell(self, change: Change | AllKnown) -> None:
+        self._log.add(change)
+        line = _line(change)
         for queue in list(self._followers):
             if queue.full():
                 self._cut_off(queue)
