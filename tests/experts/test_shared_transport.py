@@ -114,6 +114,13 @@ def test_a_server_that_does_not_reply_costs_the_time_that_was_given(server):
     assert rules.state_of(client._slot.load(Word.STATE)) is State.FREE
 
 
+def test_a_look_that_finds_no_reply_leaves_the_request_wanted(server):
+    pending = SharedClient(server.path).post(request())
+    assert pending.look(0.0) is None
+    server.step(doubled, 1)
+    assert (pending.look(0.0).sums == 2).all()
+
+
 def test_a_reply_that_cannot_be_read_leaves_the_slot_free(serving, monkeypatch):
     client = SharedClient(serving.path)
     with monkeypatch.context() as broken:

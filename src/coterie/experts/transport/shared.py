@@ -225,9 +225,17 @@ class Pending:
 
         After each of them the request is withdrawn, so that the slot can be used again, if the server lives.
         """
+        reply = self.look(deadline_s)
+        if reply is None:
+            self.withdraw()
+            raise EngineError(f"expert server {self._name} did not reply in time")
+        return reply
+
+    def look(self, until_s: float) -> Reply | None:
+        """As `wait`, but a request without a reply by then is not withdrawn: it may still come."""
         try:
-            return self._await(deadline_s)
-        except BaseException:  # a time-out, a reply that cannot be read, an interrupt
+            return self._await(until_s)
+        except BaseException:  # a death, a reply that cannot be read, an interrupt
             self.withdraw()
             raise
 
@@ -235,16 +243,16 @@ class Pending:
         """Want no reply any more."""
         rules.withdraw(self._slot, self._sequence)
 
-    def _await(self, deadline_s: float) -> Reply:
+    def _await(self, until_s: float) -> Reply | None:
         while True:
-            left_s = deadline_s - time.monotonic()
+            left_s = until_s - time.monotonic()
             reply = self._slot.bell.wait(lambda: rules.take(self._slot, self._sequence), min(left_s, LOOK_S))
             if reply is not None:
                 return reply
             if not is_alive(self._server):
                 raise EngineError(f"expert server {self._name} died")
             if left_s <= LOOK_S:
-                raise EngineError(f"expert server {self._name} did not reply in time")
+                return None
 
 
 def _answer(slot: SharedSlot, sequence: int, reply: Reply) -> None:

@@ -1,0 +1,226 @@
+"""The servers as one client meets them: sends the parts of calls, hears replies, turns to others where none come."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from coterie.clock import Clock
+from coterie.errors import EngineError, InputError, WireError
+from coterie.experts.client.call import Call, Flight
+from coterie.experts.client.links import Links
+from coterie.experts.client.parts import Floats, Part, choose, count, split
+from coterie.experts.client.probes import Probes
+from coterie.experts.client.standing import Servers, Standing
+from coterie.experts.client.table import Directory, RoutingTable, Server
+from coterie.experts.protocol import Reply, Status
+from coterie.experts.transport.identity import own_identity
+
+LOOK_S = 0.02
+"""How often a client that waits looks whose patience is over, and for a newer table."""
+log = logging.getLogger("coterie.experts")
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long a client waits before it turns to others.
+
+    Attributes:
+        reply_s: for a reply, before its server is suspect.
+        probe_s: between empty requests to a server that is not good.
+
+    Raises:
+        InputError: one is not positive.
+    """
+
+    reply_s: float = 0.5
+    probe_s: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not (self.reply_s > 0 and self.probe_s > 0):
+            raise InputError(f"expert client: patience of {self.reply_s} s, {self.probe_s} s; both must be positive")
+
+
+class Exchange:
+    """Runs calls, one after the other or several at a time, in one thread."""
+
+    def __init__(self, directory: Directory, links: Links, hidden: int, patience: Patience, clock: Clock) -> None:
+        self._directory, self._links, self._patience, self._clock = directory, links, patience, clock
+        self._servers = Servers()
+        self._probes = Probes(links, self._servers, hidden, patience.probe_s)
+        self._table = directory.table()
+        self._me = own_identity()
+
+    def start(self, call: Call) -> None:
+        """Send what can be sent."""
+        self._probe()
+        self._send(call)
+
+    def finish(self, call: Call, deadline_s: float) -> Floats:
+        """Wait until all is summed up.
+
+        Raises:
+            EngineError: it is not by the deadline.
+            InputError: a server finds a request malformed.
+        """
+        try:
+            while True:
+                if call.unsent:
+                    self._send(call)
+                if call.is_done:
+                    return call.total()
+                now_s = self._clock.now()
+                if now_s >= deadline_s:
+                    raise EngineError(self._explain(call))
+                self._wait(call, min(deadline_s, now_s + LOOK_S))
+        finally:
+            self.cancel(call)
+
+    def cancel(self, call: Call) -> None:
+        """Want nothing more of a call."""
+        for flight in tuple(call.flying):
+            self._withdraw(call, flight)
+
+    def close(self) -> None:
+        """Leave all connections to others."""
+        self._probes.close()
+        self._links.close()
+
+    # --- sending ------------------------------------------------------------------------------------
+
+    def _send(self, call: Call) -> None:
+        """Send what is unsent; parts that nobody can be asked for now stay so."""
+        table = self._newest_table()
+        parts, call.unsent = call.unsent, []
+        while parts:
+            part = parts.pop()
+            chosen = choose(part, table.owners[call.layer], self._servers, table.epoch)
+            for piece, server in split(part, chosen):
+                if server is None:
+                    call.unsent.append(piece)
+                elif (problem := self._post(call, piece, server)) is not None:
+                    (parts if self._unreached(server, problem) else call.unsent).append(piece)
+
+    def _post(self, call: Call, part: Part, server: Server) -> Exception | None:
+        """Send a part; None, or why its server cannot be reached."""
+        epoch = self._table.epoch
+        try:
+            link = self._links.take(server)
+        except (EngineError, WireError) as error:
+            return error
+        pending = link.post(call.request(part, epoch, self._me))
+        call.flying.append(Flight(part, server, epoch, self._clock.now(), link, pending))
+        self._servers.sent(server, part.pairs)
+        return None
+
+    def _unreached(self, server: Server, problem: Exception) -> bool:
+        """A connection could not be made; whether to ask somebody else at once."""
+        if self._servers.load(server)[0]:  # it is there, but all its slots are taken, by this client too
+            return False
+        return self._lose(server, problem)
+
+    def _newest_table(self) -> RoutingTable:
+        table = self._directory.table()
+        if table is not self._table:
+            self._table = table
+            for server in self._servers.idle() - table.servers():
+                self._links.drop(server)
+                self._probes.drop(server)
+                self._servers.forget(server)
+        return table
+
+    # --- hearing ------------------------------------------------------------------------------------
+
+    def _wait(self, call: Call, until_s: float) -> None:
+        """Hear what comes by then; parts that nobody can be asked for wait for a newer table."""
+        if not call.flying:
+            self._directory.await_newer(self._table, until_s)
+        for flight in tuple(call.flying):
+            if not self._hear(call, flight, until_s):
+                until_s = 0.0  # of the others, take what is there already
+        self._lose_patience(call)
+        self._probe()
+
+    def _hear(self, call: Call, flight: Flight, until_s: float) -> bool:
+        """Wait for a reply; whether its server is done with the request."""
+        try:
+            reply = flight.pending.look(until_s)
+            if reply is None:
+                return False
+            self._take(call, flight, reply)
+        except (EngineError, WireError) as error:
+            call.returned(flight)
+            self._servers.ended(flight.server, flight.part.pairs)
+            self._lose(flight.server, error)
+        return True
+
+    def _take(self, call: Call, flight: Flight, reply: Reply) -> None:
+        """A reply came."""
+        if reply.status is Status.MALFORMED:
+            raise InputError(
+                f"expert server {flight.server.name} finds a request malformed: it is of another model, or its slots "
+                "are too small; its log says more"
+            )
+        if reply.status is Status.COMPUTED:
+            if reply.sums.shape != call.shape(flight.part):
+                raise WireError(f"sums {reply.sums.shape} for {call.shape(flight.part)}")
+            call.summed(flight, reply.sums)
+        else:
+            call.returned(flight)
+            self._outdated(flight, reply)
+        self._servers.ended(flight.server, flight.part.pairs)
+        self._links.give_back(flight.server, flight.link)
+        if self._servers.judge(flight.server, Standing.GOOD):
+            log.info("expert server %s replies again", flight.server.name)
+
+    def _outdated(self, flight: Flight, reply: Reply) -> None:
+        """The server does not hold what the table says: ask it again by a newer one."""
+        self._servers.outdated(flight.server, max(reply.epoch, flight.epoch + 1))
+        self._directory.await_newer(self._table, 0.0)
+
+    # --- doubts -------------------------------------------------------------------------------------
+
+    def _lose_patience(self, call: Call) -> None:
+        """Doubt servers that are late, and ask others where there are good ones for all of a part."""
+        late_s = self._clock.now() - self._patience.reply_s
+        for flight in tuple(call.flying):
+            if flight.since_s <= late_s:
+                why = f"no reply in {self._patience.reply_s} s"
+                if self._servers.judge(flight.server, Standing.SUSPECT, why):
+                    log.warning("expert server %s is suspect: %s", flight.server.name, why)
+                if self._others_can(call.layer, flight):
+                    self._withdraw(call, flight)
+
+    def _others_can(self, layer: int, flight: Flight) -> bool:
+        owners, epoch = self._table.owners[layer], self._table.epoch
+        return all(self._servers.is_good(owners[expert], epoch) for expert in count(flight.part))
+
+    def _probe(self) -> None:
+        self._probes.hear()
+        self._probes.start(self._clock.now(), self._table.epoch, self._me)
+
+    def _withdraw(self, call: Call, flight: Flight) -> None:
+        flight.pending.withdraw()
+        call.returned(flight)
+        self._servers.ended(flight.server, flight.part.pairs)
+        self._links.give_back(flight.server, flight.link)
+
+    def _lose(self, server: Server, problem: Exception) -> bool:
+        """Ask others; whether the server was not lost already."""
+        self._links.drop(server)
+        news = self._servers.judge(server, Standing.LOST, str(problem))
+        if news:
+            log.warning("expert server %s is lost: %s", server.name, problem)
+            self._directory.await_newer(self._table, 0.0)
+        return news
+
+    def _explain(self, call: Call) -> str:
+        """Which experts are missing, and what is thought of their servers."""
+        parts = [*call.unsent, *(flight.part for flight in call.flying)]
+        experts = sorted({expert for part in parts for expert in count(part)})
+        owners = {server for expert in experts for server in self._table.owners[call.layer][expert]}
+        said = ", ".join(self._servers.describe(server, self._table.epoch) for server in sorted(owners))
+        return (
+            f"layer {call.layer}: no reply by the deadline for experts {experts[:8]}{'...' if experts[8:] else ''}; "
+            f"their servers, at epoch {self._table.epoch}: {said or 'none'}"
+        )
