@@ -74,6 +74,9 @@ def envelope(**changes):
     return {name: value for name, value in fields.items() if value is not None}
 
 
+SIZES = ("layers", "experts", "top_k", "tokens", "covered")
+
+
 @pytest.mark.parametrize(
     ("broken", "message"),
     [
@@ -88,6 +91,7 @@ def envelope(**changes):
         (envelope(layers="2"), "layers must be"),
         (envelope(experts=-4), "experts must be"),
         (envelope(experts=0), "experts must be a whole number"),
+        *((envelope(**{name: 10**400}), f"{name} must be a whole number of at most") for name in SIZES),
         (envelope(top_k=5), "top_k must be"),
         (envelope(layers=10**9), "layers must be"),
         (envelope(layers=4096, experts=65536), "bytes announced"),

@@ -41,6 +41,8 @@ ASK_COUNTS = "counts"
 ASK_IDS = "counts+ids"
 MAX_ENVELOPE_BYTES = 16 << 20
 MAX_ROUTED_BYTES = 1 << 30
+MAX_COUNT = (1 << 32) - 1
+"""The largest count; nothing in an envelope is larger."""
 
 _FIELDS = {"v", "dtype", "layers", "experts", "top_k", "tokens", "covered", "counts"}
 _DTYPES: dict[str, np.dtype[Any]] = {"|u1": np.dtype("|u1"), "<u2": np.dtype("<u2"), "<u4": np.dtype("<u4")}
@@ -96,8 +98,10 @@ def decode_counts(envelope: object) -> ExpertCounts:
     if dtype is None:
         raise WireError(f"counts envelope: dtype {_brief(fields['dtype'])} is not one of {', '.join(_DTYPES)}")
     for name in ("layers", "experts", "top_k", "tokens", "covered"):
-        if type(fields[name]) is not int or fields[name] < 0:
-            raise WireError(f"counts envelope: {name} must be a whole number, got {_brief(fields[name])}")
+        if type(fields[name]) is not int or not 0 <= fields[name] <= MAX_COUNT:
+            raise WireError(
+                f"counts envelope: {name} must be a whole number of at most {MAX_COUNT}, got {_brief(fields[name])}"
+            )
     try:
         geometry = ModelGeometry(fields["layers"], fields["experts"], fields["top_k"])
     except InputError as error:

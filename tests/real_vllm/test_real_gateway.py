@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
+import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -362,3 +366,126 @@ def test_an_unknown_model_is_answered_by_the_worker_itself(cluster, profile, tra
         assert reply.status_code == 404
         assert "other" in reply.json()["error"]["message"]
         assert [model.id for model in client(url).models.list()] == ["tiny"]
+
+
+# --- servers that fail: the cluster's supervisor starts them again ----------------------------------
+
+FAST = {
+    "decode_policy": "round_robin", "log_requests": False, "prefill_timeout_s": 6, "first_byte_timeout_s": 6,
+    "idle_timeout_s": 6, "health_interval_s": 0.5, "health_timeout_s": 3, "breaker_most_open_s": 2,
+}  # fmt: skip
+STORY = {**GREEDY, **USAGE, "prompt": "The king said unto the people of the land", "max_tokens": 300}
+
+
+def strike(member, number: signal.Signals) -> None:
+    """Send a signal to a server with all of its processes."""
+    os.killpg(member.process.pid, number)
+
+
+def until(what: str, holds: Callable[[], bool], seconds: float = 150) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
+        time.sleep(0.2)
+
+
+def stream_story(url: str, amid: Callable[[], None] | None = None) -> list[dict]:
+    """Events of a long stream; `amid` is called once 20 have come."""
+    events: list[dict] = []
+    with httpx.stream("POST", f"{url}/v1/completions", json=STORY, timeout=120, trust_env=False) as reply:
+        assert reply.status_code == 200, reply.read()
+        lines = (line.removeprefix("data: ") for line in reply.iter_lines() if line)
+        for line in lines:
+            if line == "[DONE]":
+                return events
+            events.append(json.loads(line))
+            if amid and len(events) == 20:
+                amid()
+    raise AssertionError(f"cut after {len(events)} events, the last {events[-1]}")
+
+
+def told(events: list[dict]) -> tuple[str, dict]:
+    text = "".join(choice["text"] for event in events for choice in event["choices"])
+    return text, {key: events[-1]["usage"][key] for key in ("prompt_tokens", "completion_tokens")}
+
+
+def in_use(cluster, url: str) -> dict[str, int]:
+    """Requests at each worker that is available."""
+    rows = admin(cluster, url, "/workers")["workers"]
+    return {row["name"]: row["requests"] for row in rows if row["state"] == "available"}
+
+
+def serving(cluster, url: str):
+    """The decode server that has a stream now."""
+    (name,) = (name for name, held in in_use(cluster, url).items() if held and name.startswith("decode"))
+    return cluster.members("decode")[int(name.removeprefix("decode-"))]
+
+
+@pytest.fixture(scope="module")
+def impatient(cluster):
+    member = cluster.start_gateway(FAST, name="gateway-impatient")
+    yield member.url
+    cluster.stop_member(member)
+
+
+def assert_recovered(cluster, url: str, expected: tuple[str, dict]) -> None:
+    """All three servers are used again, serve the same, and hold nothing."""
+    until("all workers are back", lambda: len(in_use(cluster, url)) == 3)
+    for _ in range(2):  # both decode servers
+        assert told(stream_story(url)) == expected
+    until("no load is counted", lambda: not any(in_use(cluster, url).values()))
+    for server in (*cluster.prefill_urls, *cluster.decode_urls):
+        wait_for_idle(server)
+
+
+@pytest.mark.parametrize("fault", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_decode_server_that_dies_or_hangs_amid_a_stream_costs_no_token(cluster, impatient, fault):
+    expected = told(stream_story(impatient))
+    struck = []
+
+    def amid() -> None:
+        struck.append(serving(cluster, impatient))
+        strike(struck[0], fault)
+
+    try:
+        assert told(stream_story(impatient, amid)) == expected
+        assert told(stream_story(impatient)) == expected  # the next one is sent to the other at once
+    finally:
+        if fault is signal.SIGSTOP:
+            strike(struck[0], signal.SIGCONT)
+    assert_recovered(cluster, impatient, expected)
+
+
+def test_a_decode_server_that_hangs_before_a_request_is_sent_costs_a_wait(cluster, impatient):
+    expected = told(stream_story(impatient))
+    victim = cluster.members("decode")[0]
+    strike(victim, signal.SIGSTOP)
+    try:
+        for _ in range(2):
+            assert told(stream_story(impatient)) == expected
+    finally:
+        strike(victim, signal.SIGCONT)
+    assert_recovered(cluster, impatient, expected)
+
+
+def test_with_the_only_prefill_server_dead_requests_get_a_clear_error_and_streams_go_to_their_end(cluster, impatient):
+    expected = told(stream_story(impatient))
+    (prefill,), refused = cluster.members("prefill"), []
+
+    def amid() -> None:
+        strike(prefill, signal.SIGKILL)
+
+        def ask() -> None:
+            refused.append(httpx.post(f"{impatient}/v1/completions", json=STORY, timeout=60, trust_env=False))
+
+        asking = [threading.Thread(target=ask) for _ in range(3)]
+        for one in asking:
+            one.start()
+        for one in asking:
+            one.join()
+
+    assert told(stream_story(impatient, amid)) == expected  # its KV was fetched before
+    for reply in refused:
+        assert reply.status_code in (502, 503), reply.text
+        assert reply.json()["error"]["message"]
+    assert_recovered(cluster, impatient, expected)
