@@ -9,6 +9,7 @@ CoterieError
 │   └── ConfigError       a flag or configuration key is unknown, missing or out of range
 ├── UnsupportedError      an engine, model or layout that coterie does not handle
 ├── EngineError           an engine answered wrongly or not at all
+│   ├── GoneError         a process that should answer has ended
 │   └── UnresumableError  a stream cannot go on at another worker
 └── NoWorkerError         no worker can take the request now
 """
@@ -56,6 +57,10 @@ class UnsupportedError(CoterieError):
 
 class EngineError(CoterieError):
     """An engine answered wrongly or not at all."""
+
+
+class GoneError(EngineError):
+    """A process that should answer has ended: that is certain, and not only likely."""
 
 
 class UnresumableError(EngineError):

@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
-from expert_members import server
 
 from coterie.errors import InputError
 from coterie.experts.monitor.demand import HALF_LIFE_S, Demand, imbalance, suggest
 from coterie.experts.monitor.messages import Load
+from expert_members import server
 
 A, B = server("a", "01", "23", experts=4), server("b", "23", "01", experts=4)
 

@@ -4,13 +4,13 @@ import asyncio
 
 import msgspec
 import pytest
-from expert_members import server
 
 from coterie.clock import ManualClock
 from coterie.experts.membership import Heartbeat, Leave, Register, Tick, Timing
 from coterie.experts.monitor.log import LENGTH, ChangeLog
 from coterie.experts.monitor.monitor import Awake, Monitor
 from coterie.experts.view import AllKnown, Beat, Change, Message, Snapshot, View
+from expert_members import server
 
 TIMING = Timing(heartbeat_s=1, suspect_after_s=3, dead_after_s=10)
 A, B = server("a", "01"), server("b", "01")

@@ -3,8 +3,6 @@
 import itertools
 
 import pytest
-from expert_members import server
-from fault_scripts import CLIENTS, SCRIPTS, SERVERS
 
 from coterie.clock import ManualClock
 from coterie.experts.members import best_owners
@@ -13,6 +11,8 @@ from coterie.experts.monitor.messages import Welcome
 from coterie.experts.monitor.monitor import Monitor
 from coterie.experts.registration import Account, Registrant
 from coterie.experts.view import View
+from expert_members import server
+from fault_scripts import CLIENTS, SCRIPTS, SERVERS
 
 TIMING = Timing(heartbeat_s=0.25, suspect_after_s=1, dead_after_s=3)
 STEP_S = 0.05

@@ -1,7 +1,6 @@
 """The states of expert servers: stories by hand, and laws over random ones."""
 
 import pytest
-from expert_members import server
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,6 +20,7 @@ from coterie.experts.membership import (
     Unknown,
 )
 from coterie.experts.view import AllKnown, Change, Snapshot, View
+from expert_members import server
 
 TIMING = Timing(heartbeat_s=1, suspect_after_s=3, dead_after_s=10, joining_s=60, forget_after_s=100)
 A, B = server("a", "01", "01"), server("b", "12", "12")

@@ -7,8 +7,6 @@ from urllib.parse import urlsplit
 import msgspec
 import pytest
 from click.testing import CliRunner
-from expert_members import server
-from running_monitor import running_monitor, until
 
 from coterie.cli.experts_status import status
 from coterie.errors import ConfigError, EngineError
@@ -18,6 +16,8 @@ from coterie.experts.membership import Register
 from coterie.experts.monitor.calls import RefusedError, ask
 from coterie.experts.monitor.messages import MAX_BODY_BYTES, Load, Pulse, Status, Suggestion, Welcome
 from coterie.experts.registration import Account, Registration
+from expert_members import server
+from running_monitor import running_monitor, until
 
 
 class FakeServer:

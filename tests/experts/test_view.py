@@ -1,9 +1,8 @@
 """What clients keep of the expert servers while monitors come and go."""
 
-from expert_members import server
-
 from coterie.experts.members import Member
 from coterie.experts.view import AllKnown, Beat, Change, Snapshot, View
+from expert_members import server
 
 
 def serving(*servers):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+from collections.abc import Callable
 
 from coterie.errors import EngineError
 from coterie.experts.membership import Report
@@ -26,14 +27,15 @@ class Follower:
     Args:
         monitor: its URL.
         name: of this client, for people.
+        on_view: told of each new view, from the thread, before others see it.
 
     Raises:
         ConfigError: `monitor` is no URL.
     """
 
-    def __init__(self, monitor: str, name: str) -> None:
+    def __init__(self, monitor: str, name: str, on_view: Callable[[View], None] = lambda _: None) -> None:
         check_url(monitor)
-        self._monitor, self._name = monitor, name
+        self._monitor, self._name, self._on_view = monitor, name, on_view
         self._view = View()
         self._news = threading.Condition()
         self._lines: HeldLines | None = None
@@ -98,6 +100,7 @@ class Follower:
                 self._problem = ""
             view = self._view.apply(message)
             if view is not self._view:
+                self._on_view(view)
                 with self._news:
                     self._view = view
                     self._news.notify_all()

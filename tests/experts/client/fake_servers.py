@@ -12,7 +12,7 @@ import numpy as np
 
 from coterie.clock import ManualClock
 from coterie.core import ModelGeometry
-from coterie.errors import EngineError, WireError
+from coterie.errors import EngineError, GoneError, WireError
 from coterie.experts.client import RoutingTable, Server
 from coterie.experts.protocol import Reply, Status
 
@@ -85,7 +85,7 @@ class FakePending:
             self.world.advance_to(min(until_s, ready_s))
         if self.server.dead:
             self.withdraw()
-            raise EngineError("it died")
+            raise GoneError("it died")
         if ready_s > self.world.clock.now():
             return None
         if self.what.startswith("die"):
@@ -135,6 +135,7 @@ class World:
         self.tokens, self.epoch = tokens, 0
         self.open = []
         self.later = []
+        self.doubts = []
         self._table = self._known()
 
     def connect(self, server):
@@ -169,6 +170,9 @@ class World:
 
     def table(self):
         return self._table
+
+    def doubt(self, server, *, gone):
+        self.doubts.append((server.name, gone))
 
     def await_newer(self, table, until_s):
         if self.epoch > table.epoch:

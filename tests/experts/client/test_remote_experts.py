@@ -190,6 +190,15 @@ def test_a_suspect_server_gets_nothing_new_until_it_replies_to_a_probe(caplog):
     ]
 
 
+@pytest.mark.parametrize(("what", "gone"), [("die", True), ("never", False), ("torn", False)])
+def test_the_directory_hears_once_of_a_server_that_does_not_reply_and_whether_that_is_certain(what, gone):
+    world = World(FakeServer(script=[what]), FakeServer())
+    remote = client(world, probe_s=1e9)
+    for seed in range(4):
+        compute(remote, seed=seed)
+    assert world.doubts == [("a", gone)]
+
+
 def test_the_last_owner_of_an_expert_is_waited_for_and_asked_again():
     late = FakeServer(script=["late", "late"])
     compute(client(World(FakeServer(held=without(0)), late)), 9)

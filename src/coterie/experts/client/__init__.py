@@ -7,7 +7,19 @@ still to be asked for; only `Exchange` and `Probes` send and hear.
 
 from coterie.experts.client.exchange import Patience
 from coterie.experts.client.links import Connect, Link, Pending
+from coterie.experts.client.monitored import MonitoredDirectory
 from coterie.experts.client.remote import RemoteExperts, Started
 from coterie.experts.client.table import Directory, RoutingTable, Server
 
-__all__ = ["Connect", "Directory", "Link", "Patience", "Pending", "RemoteExperts", "RoutingTable", "Server", "Started"]
+__all__ = [
+    "Connect",
+    "Directory",
+    "Link",
+    "MonitoredDirectory",
+    "Patience",
+    "Pending",
+    "RemoteExperts",
+    "RoutingTable",
+    "Server",
+    "Started",
+]

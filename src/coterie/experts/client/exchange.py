@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass
 
 from coterie.clock import Clock
-from coterie.errors import EngineError, InputError, WireError
+from coterie.errors import EngineError, GoneError, InputError, WireError
 from coterie.experts.client.call import Call, Flight
 from coterie.experts.client.links import Links
 from coterie.experts.client.parts import Floats, Part, choose, count, split
@@ -188,6 +188,7 @@ class Exchange:
                 why = f"no reply in {self._patience.reply_s} s"
                 if self._servers.judge(flight.server, Standing.SUSPECT, why):
                     log.warning("expert server %s is suspect: %s", flight.server.name, why)
+                    self._directory.doubt(flight.server, gone=False)
                 if self._others_can(call.layer, flight):
                     self._withdraw(call, flight)
 
@@ -211,6 +212,7 @@ class Exchange:
         news = self._servers.judge(server, Standing.LOST, str(problem))
         if news:
             log.warning("expert server %s is lost: %s", server.name, problem)
+            self._directory.doubt(server, gone=isinstance(problem, GoneError))
             self._directory.await_newer(self._table, 0.0)
         return news
 

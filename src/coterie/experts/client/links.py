@@ -16,7 +16,7 @@ class Pending(Protocol):
         """The reply, if it comes by then (of `time.monotonic`); without it, the request is still wanted.
 
         Raises:
-            EngineError: the server died.
+            EngineError: the server died; a `GoneError`, if that is certain.
             WireError: the reply cannot be read.
 
         After each of them the request is withdrawn.

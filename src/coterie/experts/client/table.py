@@ -83,3 +83,12 @@ class Directory(Protocol):
     def await_newer(self, table: RoutingTable, until_s: float) -> None:
         """Look for a newer one than this, and return when it is there, or at this moment of the client's clock."""
         ...
+
+    def doubt(self, server: Server, *, gone: bool) -> None:
+        """Hear that a server does not reply, which is news to the client; must not wait.
+
+        Args:
+            server: which.
+            gone: whether it is certain that its process has ended.
+        """
+        ...

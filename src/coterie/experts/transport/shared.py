@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from coterie.errors import EngineError, InputError, WireError
+from coterie.errors import EngineError, GoneError, InputError, WireError
 from coterie.experts.protocol import Reply, Request, SlotShape, Status, Word, rules
 from coterie.experts.protocol.layout import DOORBELL
 from coterie.experts.transport.doorbell import Doorbell
@@ -220,7 +220,8 @@ class Pending:
             deadline_s: until when to wait, by `time.monotonic`; one that has passed asks for what is there already.
 
         Raises:
-            EngineError: the server died, or did not reply in time.
+            GoneError: the server died.
+            EngineError: it did not reply in time.
             WireError: the reply cannot be read, or is to another request.
 
         After each of them the request is withdrawn, so that the slot can be used again, if the server lives.
@@ -250,7 +251,7 @@ class Pending:
             if reply is not None:
                 return reply
             if not is_alive(self._server):
-                raise EngineError(f"expert server {self._name} died")
+                raise GoneError(f"expert server {self._name} died")
             if left_s <= LOOK_S:
                 return None
 

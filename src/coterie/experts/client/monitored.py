@@ -1,0 +1,111 @@
+"""Routing tables from what a monitor tells."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from coterie.core import ModelGeometry
+from coterie.errors import EngineError
+from coterie.experts.client.table import RoutingTable, Server
+from coterie.experts.follower import Follower
+from coterie.experts.members import Member, best_owners
+from coterie.experts.view import View
+
+_log = logging.getLogger("coterie.experts")
+
+
+class MonitoredDirectory:
+    """Follows a monitor, and makes a routing table of each change, in the follower's thread; see `table.Directory`.
+
+    Args:
+        monitor: its URL.
+        geometry: of the model.
+        name: of the client, for people.
+
+    Raises:
+        ConfigError: `monitor` is no URL.
+    """
+
+    def __init__(self, monitor: str, geometry: ModelGeometry, name: str) -> None:
+        self._geometry = geometry
+        self._now = View(), routing_table(View(), geometry, tokens=1)
+        self._follower = Follower(monitor, name, self._take)
+        self._follower.start()
+
+    def table(self) -> RoutingTable:
+        """The newest one."""
+        return self._now[1]
+
+    def await_newer(self, table: RoutingTable, until_s: float) -> None:
+        """Return when there is a newer one than this, or at this moment of `time.monotonic`."""
+        view, newest = self._now
+        if newest is table:
+            self._follower.await_newer(view, until_s - time.monotonic())
+
+    def await_all(self, until_s: float) -> None:
+        """Return when every expert has a server.
+
+        Raises:
+            EngineError: it is not so at this moment of `time.monotonic`; the message says what is missing.
+        """
+        while problem := self._problem():
+            if time.monotonic() >= until_s:
+                raise EngineError(problem)
+            self.await_newer(self.table(), until_s)
+
+    def doubt(self, server: Server, *, gone: bool) -> None:
+        """Tell the monitor that a server does not reply."""
+        for member in self._now[0].all:
+            if member.server.address == server.address:
+                self._follower.report(member.server.id, dead=gone)
+
+    def close(self) -> None:
+        """Follow no longer."""
+        self._follower.close()
+
+    def _take(self, view: View) -> None:
+        for member in view.all:
+            if not _fits(member, self._geometry) and member.server.id not in self._now[0].members:
+                _log.error("expert server %s is of another model: %s", member.server.name, member.server.kind)
+        self._now = view, routing_table(view, self._geometry, tokens=self.table().tokens)
+
+    def _problem(self) -> str | None:
+        """Why not every expert has a server."""
+        view, table = self._now
+        lacking = [
+            (layer, expert)
+            for layer, owners in enumerate(table.owners)
+            for expert, some in enumerate(owners)
+            if not some
+        ]
+        if not lacking:
+            return None
+        known = ", ".join(f"{member.server.name} ({member.state}, {member.server.kind})" for member in view.all)
+        layer, expert = lacking[0]
+        return (
+            f"{len(lacking)} experts of {self._geometry} have no server, layer {layer} expert {expert} first; "
+            f"the monitor knows {known or 'none'}"
+        )
+
+
+def routing_table(view: View, geometry: ModelGeometry, *, tokens: int) -> RoutingTable:
+    """Whom to ask for what: of each expert's servers those that serve, else those that drain, else suspects.
+
+    Args:
+        view: servers; those of another model are left out.
+        geometry: of the model.
+        tokens: most tokens of a request, if there is no server that says so.
+    """
+    members = [member for member in view.all if _fits(member, geometry)]
+    if not members:
+        return RoutingTable(view.epoch, tokens, (((),) * geometry.experts,) * geometry.layers)
+    servers = {member.server.id: Server(member.server.name, member.server.address) for member in members}
+    owners = tuple(
+        tuple(tuple(sorted(servers[one.id] for one in some)) for some in layer) for layer in best_owners(members)
+    )
+    return RoutingTable(view.epoch, min(member.server.tokens for member in members), owners)
+
+
+def _fits(member: Member, geometry: ModelGeometry) -> bool:
+    return (len(member.server.held), member.server.experts) == (geometry.layers, geometry.experts)
