@@ -13,7 +13,7 @@ DEMO_SIZE_vllm = --requests 32 --concurrency 16 --rounds 1
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:[^#]*## */\t/' | expand -t 16
 
-$(BIN)/.installed: pyproject.toml hatch_build.py src/coterie/modeling/kernel.c
+$(BIN)/.installed: pyproject.toml hatch_build.py $(wildcard src/coterie/*/kernel.c)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	@touch $@

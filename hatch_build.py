@@ -1,6 +1,6 @@
-"""Build hook: compiles the embedded engine's kernel where there is a C compiler; without one the engine runs on numpy.
+"""Build hook: compiles what is written in C where there is a C compiler; without one numpy computes the same.
 
-`COTERIE_NATIVE=0` leaves the kernel out, `CC` names the compiler.
+`COTERIE_NATIVE=0` leaves it out, `CC` names the compiler.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-FOLDER = Path("src") / "coterie" / "modeling"
+FOLDERS = tuple(Path("src", "coterie", name) for name in ("counting", "modeling"))
+"""Each with a `kernel.c`."""
+
 FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno")
 X86_64 = {
     "x86-64-v3": ("-march=x86-64-v3",),
@@ -31,9 +33,10 @@ class KernelHook(BuildHookInterface[Any]):
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Called before a wheel is made, an editable one too."""
-        built = build_all(Path(self.root) / FOLDER, self.app.display_warning)
+        root = Path(self.root)
+        built = [file for folder in FOLDERS for file in build_all(root / folder, self.app.display_warning)]
         if built:
-            build_data["artifacts"] += [f"/{FOLDER / file.name}" for file in built]
+            build_data["artifacts"] += [f"/{file.relative_to(root)}" for file in built]
             build_data["pure_python"] = False
             build_data["tag"] = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
 
@@ -42,7 +45,7 @@ def build_all(folder: Path, warn: Any) -> list[Path]:
     """Compile each level for which that works; the others are removed, so that none is older than its source."""
     command = compiler()
     if not command:
-        warn("coterie: no C compiler, or COTERIE_NATIVE=0: the embedded engine will run on numpy")
+        warn(f"coterie: no C compiler, or COTERIE_NATIVE=0: {folder.name} will run on numpy")
     built = []
     for level, flags in LEVELS.items():
         target = folder / f"kernel-{level}.so"

@@ -121,12 +121,20 @@ def test_an_expert_chosen_more_often_than_there_are_tokens_is_refused():
         ExpertCounts(GEOMETRY, np.array([[4, 0, 0, 0], [2, 2, 0, 0]], np.uint8), 2, 2)
 
 
-def test_counts_that_were_decoded_already_are_read_alike_and_must_have_the_size_announced():
+def test_counts_given_as_the_bytes_of_their_text_are_read_alike():
     fields = encode_counts(counts_of(tokens=5))
-    payload = base64.b64decode(fields["counts"])
-    np.testing.assert_array_equal(decode_counts({**fields, "counts": payload}).counts, decode_counts(fields).counts)
-    with pytest.raises(WireError, match="announced"):
-        decode_counts({**fields, "counts": payload + b"x"})
+    text = fields["counts"].encode()
+    np.testing.assert_array_equal(decode_counts({**fields, "counts": text}).counts, decode_counts(fields).counts)
+    for wrong, problem in ((text + b"AAAA", "announced"), (b"!" + text[1:], "invalid base64")):
+        with pytest.raises(WireError, match=problem):
+            decode_counts({**fields, "counts": wrong})
+
+
+def test_text_that_is_not_even_ascii_is_no_base64():
+    fields = encode_counts(counts_of(tokens=5))
+    for character in ("\u00e4", "\ud800"):
+        with pytest.raises(WireError, match="invalid base64"):
+            decode_counts({**fields, "counts": character + fields["counts"][1:]})
 
 
 @given(st.binary(max_size=200))

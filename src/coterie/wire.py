@@ -31,6 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from coterie.core import Counts, ExpertCounts, ModelGeometry
+from coterie.counting import KERNEL
 from coterie.errors import InputError, WireError
 
 VERSION = 1
@@ -87,7 +88,7 @@ def decode_counts(envelope: object) -> ExpertCounts:
     """Read an envelope.
 
     Args:
-        envelope: a JSON object; its counts may be decoded to bytes already.
+        envelope: a JSON object; its counts may be given as bytes, the same characters.
 
     Raises:
         WireError: a field is missing, unknown, of the wrong type or out of range; the payload has another
@@ -108,7 +109,7 @@ def decode_counts(envelope: object) -> ExpertCounts:
         raise WireError(f"counts envelope: {error}") from None
     size = geometry.layers * geometry.experts * dtype.itemsize
     payload = _decode_base64(fields["counts"], size, MAX_ENVELOPE_BYTES, "counts envelope")
-    counts = np.frombuffer(payload, dtype=dtype).reshape(geometry.layers, geometry.experts)
+    counts = payload.view(dtype).reshape(geometry.layers, geometry.experts)
     try:
         return ExpertCounts(geometry, counts, fields["tokens"], fields["covered"])
     except InputError as error:
@@ -130,25 +131,23 @@ def _check_fields(envelope: object) -> Mapping[str, Any]:
     return envelope
 
 
-def _decode_base64(text: object, size: int, most: int, what: str) -> bytes:
-    if isinstance(text, bytes):
-        return _of_size(text, size, what)
-    if not isinstance(text, str):
+def _decode_base64(text: object, size: int, most: int, what: str) -> npt.NDArray[np.uint8]:
+    if not isinstance(text, (str, bytes)):
         raise WireError(f"{what}: the payload must be a base64 string, got {_brief(text)}")
     if size > most:
         raise WireError(f"{what}: {size} bytes announced, more than the {most} allowed")
     if len(text) != 4 * math.ceil(size / 3):
         raise WireError(f"{what}: {len(text)} base64 characters do not hold the {size} bytes announced")
-    return _of_size(_strict_base64(text, what), size, what)
+    if not size:
+        return np.empty(0, np.uint8)
+    data = KERNEL.from_base64(text if isinstance(text, bytes) else text.encode("ascii", "replace"), size)
+    if data is None:
+        found = len(_strict_base64(text, what))
+        raise WireError(f"{what}: {found} bytes instead of the {size} bytes announced")
+    return data
 
 
-def _of_size(payload: bytes, size: int, what: str) -> bytes:
-    if len(payload) != size:
-        raise WireError(f"{what}: {len(payload)} bytes instead of the {size} bytes announced")
-    return payload
-
-
-def _strict_base64(text: str, what: str) -> bytes:
+def _strict_base64(text: str | bytes, what: str) -> bytes:
     try:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
@@ -309,7 +308,9 @@ def _parse_object(payload: Mapping[Any, Any], max_bytes: int) -> Ids:
     return shaped(data, dtype, shape, "routed experts")
 
 
-def shaped(data: bytes | memoryview, dtype: np.dtype[Any], shape: Sequence[int], what: str) -> npt.NDArray[Any]:
+def shaped(
+    data: bytes | memoryview | npt.NDArray[np.uint8], dtype: np.dtype[Any], shape: Sequence[int], what: str
+) -> npt.NDArray[Any]:
     """The array of a shape from another process, whose product was found to fit the data.
 
     Raises:

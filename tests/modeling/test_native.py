@@ -13,9 +13,10 @@ from coterie.modeling import native
 from coterie.modeling.experts import ExpertWeights
 from coterie.modeling.gates import Choice
 from coterie.modeling.kernels import kernels
-from coterie.modeling.native import LEVELS, load_native
+from coterie.modeling.native import load_native
 from coterie.modeling.numpy_kernel import NumpyKernel
 from coterie.modeling.tiles import block_columns, width_of
+from coterie.native import LEVELS
 
 
 def floats(rng, *shape):

@@ -143,10 +143,10 @@ class Changes(RuleBasedStateMachine):
         batches = self.policy._pool.batches
         if fresh._pool is None:
             assert not batches.requests.any()
-            assert not batches._logarithms.any()
+            assert not batches._batches.sums.any()
             return
         assert (batches.requests == fresh._pool.batches.requests).all()
-        assert (batches._logarithms == fresh._pool.batches._logarithms).all()
+        assert (batches._batches.sums == fresh._pool.batches._batches.sums).all()
         assert (batches.active == fresh._pool.batches.active).all()
 
     def teardown(self):

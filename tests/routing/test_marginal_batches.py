@@ -125,7 +125,7 @@ def test_batches_are_the_same_whoever_holds_a_request_once_it_is_taken_in():
     assert mine.active.tolist() == alone.active.tolist()
     mine.take_in()
     for _ in range(2):
-        alone._change(1, more, +1)
+        alone._grow(1, +1, more)
     assert mine.active.tolist() == alone.active.tolist()
     assert mine.requests.tolist() == [0, 3]
     mine.take_in()

@@ -11,10 +11,11 @@ from typing import Protocol
 from coterie.modeling.attention import CacheHeads
 from coterie.modeling.experts import ExpertWeights
 from coterie.modeling.gates import Choice
-from coterie.modeling.native import LEVELS, load_native
+from coterie.modeling.native import load_native
 from coterie.modeling.numpy_kernel import NumpyKernel
 from coterie.modeling.step import StepBatch
 from coterie.modeling.tiles import Floats, Shape
+from coterie.native import LEVELS
 
 
 class StepAttention(Protocol):

@@ -18,9 +18,8 @@ from coterie.modeling.experts import BLOCK, ExpertWeights
 from coterie.modeling.gates import Choice
 from coterie.modeling.step import StepBatch
 from coterie.modeling.tiles import Floats, Shape
+from coterie.native import open_library
 
-LEVELS = ("x86-64-v4", "x86-64-v3", "portable")
-"""Instructions that the kernel is compiled for, best first; the last are those that the compiler takes for granted."""
 _INTERFACE = 2  # as coterie_interface in kernel.c
 _QUERIES = 64  # as QUERIES in kernel.c
 _NO_WINDOW = 1 << 62  # more positions than there can be
@@ -49,13 +48,8 @@ class _Cache(ctypes.Structure):
 
 def load_native(level: str) -> NativeKernel | None:
     """The kernel of one of `LEVELS`; None if it was not built, or this processor lacks the instructions."""
-    try:
-        functions = ctypes.CDLL(str(Path(__file__).with_name(f"kernel-{level}.so")))
-    except OSError:  # not there, or for another system
-        return None
-    if functions.coterie_interface() != _INTERFACE:  # 0, or built from another kernel.c
-        return None
-    return NativeKernel(functions, level)
+    functions = open_library(Path(__file__).parent, level, _INTERFACE)
+    return None if functions is None else NativeKernel(functions, level)
 
 
 class NativeKernel:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import sqrt
 
 import numpy as np
 
@@ -94,10 +95,11 @@ class Similarity:
         if missing := missing_signal(request, self._transform.geometry):
             return load_only(workers, *missing)
         assert request.counts is not None
-        signature = self._transform.apply(request.counts.counts)
-        if not signature.any():
+        features = self._transform.features(request.counts.counts).ravel()
+        length = sqrt(features.dot(features))
+        if not length:
             return load_only(workers, "zero signature")
-        similarity = (partition.centroids @ signature).tolist()
+        similarity = (partition.centroids @ features / length).tolist()
         row_of = partition.row_of
         scored = [(worker, similarity[row_of[worker.group]]) for worker in workers if worker.group in row_of]
         return pick(scored) if scored else load_only(workers, "no centroid")

@@ -9,10 +9,11 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from coterie.core import Decision, ExpertCounts, ModelGeometry, RouteRequest, Served, WorkerState
+from coterie.counting import Row
 from coterie.routing.ledger import Lease
 from coterie.routing.load import load_only
 from coterie.routing.locality import groups_of
-from coterie.routing.marginal_batches import LiveBatches, MeanUsage, OtherBatches, Row, Usage, row_of, usage_of
+from coterie.routing.marginal_batches import LiveBatches, MeanUsage, OtherBatches, Usage, row_of, usage_of
 from coterie.routing.policy import Reads
 from coterie.routing.step_model import Meter, Seen, StepModel
 

@@ -9,26 +9,18 @@ import numpy as np
 import numpy.typing as npt
 
 from coterie.core import ExpertCounts, ModelGeometry
+from coterie.counting import KERNEL, Row, Sums
 
 MOST = 1 - 1e-6
 """Greatest probability that one request may give an expert; products of complements stay above zero."""
 
-_UNIT = 2.0**-20
 _REMEMBERED = 1000
 _REMEMBERED_HERE = 100
 _LIKE_BEFORE = 2
 _STALE = 1 / 16
-_LEAST = -60.0
 
 Usage = npt.NDArray[np.float32]
 """How likely one token of a request is to choose each expert, `[L * E]`."""
-
-Row = npt.NDArray[np.int32]
-"""Logarithms of a request's idle probabilities, `[L * E]`, in multiples of 2^-20."""
-
-
-Sums = npt.NDArray[np.int64]
-"""Sum of the rows of a group's requests, `[L * E]`."""
 
 
 class OtherBatches(Protocol):
@@ -51,7 +43,7 @@ class MeanUsage:
         requests: how many count alike.
 
     Attributes:
-        value: the mean; all zero before the first request.
+        value: the mean, which changes; all zero before the first request.
     """
 
     def __init__(self, pairs: int, requests: int = _REMEMBERED) -> None:
@@ -62,23 +54,21 @@ class MeanUsage:
     def add(self, usage: Usage) -> None:
         """Count one more request."""
         self._requests = min(self._requests + 1, self._most)
-        self.value = self.value + (usage - self.value) / np.float32(self._requests)
+        KERNEL.blend(self.value, usage, self._requests)
 
 
 def usage_of(counts: ExpertCounts) -> Usage:
     """Shares of the counted tokens that chose each expert; at least one was counted."""
-    usage: Usage = counts.counts.ravel().astype(np.float32)
-    usage /= np.float32(counts.covered)
-    return np.minimum(usage, np.float32(MOST), out=usage)
+    return KERNEL.usage(counts.counts, counts.covered, MOST)
 
 
 def row_of(usage: Usage) -> Row:
     """What a request brings to its batch."""
-    return np.rint(np.log1p(-usage) * np.float32(1 / _UNIT)).astype(np.int32)
+    return KERNEL.row(usage)
 
 
 LEAST_IN_ROW = int(row_of(np.array([MOST], np.float32))[0])
-"""What a request brings for an expert that it uses as likely as can be."""
+"""What a request brings for an expert that it uses as likely as can be; alike on all hosts, whatever computes it."""
 
 
 class LiveBatches:
@@ -118,11 +108,10 @@ class LiveBatches:
         self.active = np.zeros(len(groups))
         self._position = {group: g for g, group in enumerate(groups)}
         self.requests = np.zeros(len(groups), dtype=np.int64)
-        self._logarithms = np.zeros((len(groups), pairs), dtype=np.int64)
-        self._before = [MeanUsage(pairs, _REMEMBERED_HERE) for _ in groups]
-        self._log_not_before = np.zeros((len(groups), pairs), dtype=np.float32)
-        self._alike = np.ones((len(groups), pairs), dtype=np.float32)
-        self._changed = set(range(len(groups)))  # whose row of `_alike` is to be made anew, once somebody asks
+        self._batches = KERNEL.batches(len(groups), pairs)
+        self._pairs = pairs
+        self._came = [0] * len(groups)  # requests that `before` is of
+        self._changed = set(range(len(groups)))  # whose composition is to be made anew, once somebody asks
         self._load = 0.0
 
     def join(self, group: str, usage: Usage, row: Row) -> None:
@@ -134,16 +123,16 @@ class LiveBatches:
             row: the same as its `row_of`.
         """
         g = self._position[group]
-        self._before[g].add(usage)
-        np.log1p(-self._before[g].value, out=self._log_not_before[g])
-        self._change(g, row, +1)
+        self._came[g] = min(self._came[g] + 1, _REMEMBERED_HERE)
+        self._batches.blend(g, usage, self._came[g])
+        self._grow(g, +1, row)
         if self._others is not None:
             self._others.show(g, row, +1)
 
     def leave(self, group: str, row: Row) -> None:
         """One that joined is over."""
         g = self._position[group]
-        self._change(g, row, -1)
+        self._grow(g, -1, row, -1)
         if self._others is not None:
             self._others.show(g, row, -1)
 
@@ -165,33 +154,13 @@ class LiveBatches:
         """
         if abs(load - self._load) > _STALE * self._load:
             self._load = load
-            self._changed.update(range(len(self._alike)))
+            self._changed.update(range(len(self._came)))
         while self._changed:
-            self._compose(self._changed.pop())
-        # einsum and not @: equal batches must give equal figures wherever they stand, and BLAS rounds by position
-        added: npt.NDArray[np.float64] = np.einsum("ge,e->g", self._alike, usage).astype(np.float64)
-        return added
+            g = self._changed.pop()
+            self._batches.compose(g, self._load / (self.requests[g] + _LIKE_BEFORE), _LIKE_BEFORE)
+        return self._batches.products(usage)
 
-    def _change(self, g: int, row: Row, sign: int) -> None:
-        self._grow(g, sign, row if sign > 0 else -row)
-
-    def _grow(self, g: int, requests: int, by: Row | Sums) -> None:
-        sums = self._logarithms[g]
-        sums += by
+    def _grow(self, g: int, requests: int, by: Row | Sums, sign: int = 1) -> None:
         self.requests[g] += requests
-        idle = _exp((sums * _UNIT).astype(np.float32))
-        self.active[g] = len(sums) - float(idle.sum(dtype=np.float64))
+        self.active[g] = self._pairs - self._batches.grow(g, by, sign)
         self._changed.add(g)
-
-    def _compose(self, g: int) -> None:
-        alike = self._alike[g]
-        np.multiply(self._logarithms[g], _UNIT, out=alike, casting="unsafe")
-        alike += np.float32(_LIKE_BEFORE) * self._log_not_before[g]
-        alike *= np.float32(self._load / (self.requests[g] + _LIKE_BEFORE))
-        _exp(alike)
-
-
-def _exp(logarithms: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """Exponentials in place; what is next to nothing stays clear of subnormal numbers, which take ten times as long."""
-    np.maximum(logarithms, np.float32(_LEAST), out=logarithms)
-    return np.exp(logarithms, out=logarithms)

@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from coterie.core import ModelGeometry
-from coterie.routing.marginal_batches import Row, Sums
+from coterie.counting import Row, Sums
 from coterie.routing.shared_load import Announcements, key_of
 from coterie.shm import FOLDER, SharedFile, fence
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from coterie.core import ModelGeometry
+from coterie.counting import Row, Sums
 from coterie.routing import Load
-from coterie.routing.marginal_batches import Row, Sums
 from coterie.sim.kernel import Kernel, Priority
 
 

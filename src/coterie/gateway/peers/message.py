@@ -13,9 +13,10 @@ import msgspec
 import numpy as np
 
 from coterie.core import MAX_EXPERTS, MAX_LAYERS
+from coterie.counting import Sums
 from coterie.errors import InputError, WireError
 from coterie.routing import Load
-from coterie.routing.marginal_batches import LEAST_IN_ROW, Sums
+from coterie.routing.marginal_batches import LEAST_IN_ROW
 from coterie.routing.shared_batches import Shape
 from coterie.routing.shared_load import MOST_REQUESTS, MOST_TOKENS, MOST_WORKERS
 
@@ -48,7 +49,7 @@ class Used(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         worker: its key.
         requests: how many of them are counted.
-        sums: minus the sum of their rows (`marginal_batches.Row`), `[L * E]`, little-endian words of 4 or 8 bytes.
+        sums: minus the sum of their rows (`counting.Row`), `[L * E]`, little-endian words of 4 or 8 bytes.
     """
 
     worker: _Key

@@ -1,0 +1,154 @@
+"""The arithmetic of `counting`, compiled: `kernel.c`, built when coterie is installed, and called by ctypes."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from coterie.counting.numpy_kernel import NumpyKernel
+from coterie.native import open_library
+
+_INTERFACE = 1  # as coterie_interface in kernel.c
+_SIZE, _FLOAT, _ARRAY = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
+_ARGUMENTS: dict[str, tuple[type, tuple[type, ...]]] = {
+    "coterie_conserves": (ctypes.c_int, (_ARRAY, *[_SIZE] * 3, *[ctypes.c_uint64] * 2)),
+    "coterie_base64": (ctypes.c_int, (_ARRAY, _SIZE, _ARRAY, _SIZE)),
+    "coterie_usage": (ctypes.c_int, (_ARRAY, _SIZE, _SIZE, _FLOAT, _FLOAT, _ARRAY)),
+    "coterie_row": (ctypes.c_int, (_ARRAY, _SIZE, _ARRAY)),
+    "coterie_blend": (ctypes.c_int, (_ARRAY, _ARRAY, _SIZE, _FLOAT)),
+    "coterie_grow": (ctypes.c_double, (_ARRAY, _ARRAY, _SIZE, _SIZE)),
+    "coterie_compose": (ctypes.c_int, (*[_ARRAY] * 3, _SIZE, _FLOAT, _FLOAT)),
+    "coterie_products": (ctypes.c_int, (_ARRAY, _SIZE, _ARRAY, _SIZE, _ARRAY)),
+}
+
+_Counts = npt.NDArray[np.unsignedinteger[Any]]
+_Floats = npt.NDArray[np.float32]
+_Row = npt.NDArray[np.int32]
+_Sums = npt.NDArray[np.int64]
+
+_NATIVE = frozenset(map(np.dtype, ("u1", "u2", "u4")))
+"""Counts of others, which no engine sends, are left to numpy."""
+
+_plain = NumpyKernel()
+
+
+def load_native(level: str) -> NativeKernel | None:
+    """The kernel of one of `LEVELS`; None if it was not built, or this processor lacks the instructions."""
+    functions = open_library(Path(__file__).parent, level, _INTERFACE)
+    return None if functions is None else NativeKernel(functions, level)
+
+
+class NativeKernel:
+    """See `Kernel`.
+
+    Args:
+        functions: the library.
+        level: what it was compiled for.
+    """
+
+    def __init__(self, functions: ctypes.CDLL, level: str) -> None:
+        for name, (result, arguments) in _ARGUMENTS.items():
+            function = getattr(functions, name)
+            function.argtypes, function.restype = arguments, result
+        self.name = f"native {level}"
+        self._functions = functions
+        self._conserves = functions.coterie_conserves
+        self._usage = functions.coterie_usage
+
+    def conserves(self, counts: _Counts, each: int, most: int) -> bool:
+        """See `Kernel.conserves`."""
+        if counts.dtype not in _NATIVE or each >> 63:
+            return _plain.conserves(counts, each, most)
+        counts = np.ascontiguousarray(counts)
+        layers, experts = counts.shape
+        return bool(self._conserves(_address(counts), counts.itemsize, layers, experts, each, most))
+
+    def from_base64(self, text: bytes, size: int) -> npt.NDArray[np.uint8] | None:
+        """See `Kernel.from_base64`."""
+        data = np.empty(size, np.uint8)
+        return data if self._functions.coterie_base64(text, len(text), _address(data), size) else None
+
+    def usage(self, counts: _Counts, covered: int, most: float) -> _Floats:
+        """See `Kernel.usage`."""
+        if counts.dtype not in _NATIVE:
+            return _plain.usage(counts, covered, most)
+        counts = np.ascontiguousarray(counts)
+        usage = np.empty(counts.size, np.float32)
+        self._usage(_address(counts), counts.itemsize, counts.size, covered, most, _address(usage))
+        return usage
+
+    def row(self, usage: _Floats) -> _Row:
+        """See `Kernel.row`."""
+        row = np.empty(len(usage), np.int32)
+        self._functions.coterie_row(_address(usage), len(usage), _address(row))
+        return row
+
+    def blend(self, mean: _Floats, usage: _Floats, requests: int) -> None:
+        """See `Kernel.blend`."""
+        self._functions.coterie_blend(_address(mean), _address(usage), len(mean), requests)
+
+    def batches(self, count: int, pairs: int) -> NativeBatches:
+        """See `Kernel.batches`."""
+        return NativeBatches(self._functions, count, pairs)
+
+
+class NativeBatches:
+    """See `Batches`."""
+
+    def __init__(self, functions: ctypes.CDLL, count: int, pairs: int) -> None:
+        self._functions = functions
+        self._pairs = pairs
+        self._count = count
+        self.sums = np.zeros((count, pairs), np.int64)
+        self._means = np.zeros((count, pairs), np.float32)
+        self._alike = np.ones((count, pairs), np.float32)
+        self._products = np.empty(count)
+        self._nothing = np.zeros(pairs, np.int32)
+        # looked up once: to ask an array takes longer than to compute
+        self._sums_at, self._means_at, self._alike_at = (
+            _address(self.sums),
+            _address(self._means),
+            _address(self._alike),
+        )
+        self._products_at, self._nothing_at = _address(self._products), _address(self._nothing)
+
+    def grow(self, batch: int, by: _Row | _Sums, sign: int = 1) -> float:
+        """See `Batches.grow`."""
+        row = self._nothing_at
+        if by.dtype == np.int32:
+            row = _address(by)
+        else:
+            self.sums[batch] += sign * by
+        idle: float = self._functions.coterie_grow(self._sums_at + 8 * self._pairs * batch, row, self._pairs, sign)
+        return idle
+
+    def blend(self, batch: int, usage: _Floats, requests: int) -> None:
+        """See `Batches.blend`."""
+        mean = self._means_at + 4 * self._pairs * batch
+        self._functions.coterie_blend(mean, _address(usage), self._pairs, requests)
+
+    def compose(self, batch: int, share: float, weight: float) -> None:
+        """See `Batches.compose`."""
+        start = self._pairs * batch
+        places = self._alike_at + 4 * start, self._sums_at + 8 * start, self._means_at + 4 * start
+        self._functions.coterie_compose(*places, self._pairs, share, weight)
+
+    def products(self, usage: _Floats) -> npt.NDArray[np.float64]:
+        """See `Batches.products`."""
+        pairs, products = self._pairs, self._products_at
+        self._functions.coterie_products(self._alike_at, self._count, _address(usage), pairs, products)
+        return self._products.copy()
+
+
+def _address(array: npt.NDArray[Any]) -> int:
+    """Where a contiguous array that is not empty lies."""
+    try:
+        return ctypes.addressof(ctypes.c_char.from_buffer(cast("Any", array)))
+    except TypeError:  # it is not to be written to; this takes five times as long
+        assert array.flags.c_contiguous
+        address: int = array.ctypes.data
+        return address
