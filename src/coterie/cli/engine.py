@@ -7,7 +7,8 @@ import os
 import signal
 import sys
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 from coterie.engines.embedded.process import DEFAULT_KV_MEMORY_MIB, WorkerConfig, run
 from coterie.engines.embedded.pulls import Transport
 from coterie.engines.embedded.worker import WorkerRole
+from coterie.experts.client.model_experts import TIMEOUT_S, ExpertsConfig, experts_of
+from coterie.modeling import RemoteExperts
 
 _POSITIVE = click.IntRange(min=1)
 _SECONDS = click.FloatRange(min=0, min_open=True)
@@ -97,6 +100,18 @@ _PORT = click.IntRange(0, 65535)
     metavar="CSV",
     help="Write measured decode steps here, for `coterie simulate --steps`; workers may share the file.",
 )
+@click.option(
+    "--experts-from",
+    metavar="URL",
+    help="Monitor of the expert servers that compute the routed experts; none is loaded here. [default: all are]",
+)
+@click.option(
+    "--experts-timeout",
+    "experts_timeout_s",
+    type=_SECONDS,
+    metavar="SECONDS",
+    help=f"The longest to wait for the experts of a layer; then the step's requests fail. [default: {TIMEOUT_S:g}]",
+)
 def engine(model: Path, served_model_name: str | None, **options: Any) -> None:
     """Run one worker of the embedded engine on the checkpoint in the folder MODEL, until Ctrl-C.
 
@@ -105,13 +120,27 @@ def engine(model: Path, served_model_name: str | None, **options: Any) -> None:
     """
     if options["kv_blocks"] and options["kv_memory_mib"]:
         raise click.UsageError("--kv-blocks and --kv-memory exclude one another")
+    experts = _experts(model, options.pop("experts_from"), options.pop("experts_timeout_s"), options)
     given = {name: value for name, value in options.items() if value is not None}
     config = WorkerConfig(model, served_model_name or model.resolve().name, **given)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # while weights are converted, it ends as Ctrl-C does
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
-    with Progress(transient=True, disable=not sys.stderr.isatty()) as bar:
-        run(config, on_ready=_announce(config, bar), progress=_shown(bar))
+    with experts as remote, Progress(transient=True, disable=not sys.stderr.isatty()) as bar:
+        run(config, on_ready=_announce(config, bar), progress=_shown(bar), experts=remote)
+
+
+def _experts(
+    model: Path, monitor: str | None, timeout_s: float | None, others: Mapping[str, Any]
+) -> AbstractContextManager[RemoteExperts | None]:
+    """What computes the routed experts, if this process does not."""
+    if monitor is None:
+        if timeout_s is not None:
+            raise click.UsageError("--experts-timeout is of use with --experts-from only")
+        return nullcontext()
+    if others["pad_intermediate"]:
+        raise click.UsageError("--pad-intermediate and --experts-from exclude one another: no expert is loaded here")
+    return experts_of(model, ExpertsConfig(monitor, f"engine {os.getpid()}", timeout_s or TIMEOUT_S))
 
 
 def _announce(config: WorkerConfig, bar: Progress) -> Callable[[str, str], None]:

@@ -3,8 +3,9 @@
 `prepare` converts a checkpoint once into a file that all processes of a machine map; `Model` runs it.
 """
 
+from coterie.modeling.layers import RemoteExperts
 from coterie.modeling.model import Model, StepOutput
 from coterie.modeling.prepare import prepare
 from coterie.modeling.step import StepBatch
 
-__all__ = ["Model", "StepBatch", "StepOutput", "prepare"]
+__all__ = ["Model", "RemoteExperts", "StepBatch", "StepOutput", "prepare"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -60,8 +60,8 @@ class Checkpoint:
         self.taken.add(name)
         return file.floats(name)
 
-    def check_all_taken(self) -> None:
-        """Check that no tensor was left that might belong to the outputs.
+    def check_all_taken(self, left_out: Iterable[str] = ()) -> None:
+        """Check that no tensor was left that might belong to the outputs, but for those that were left out knowingly.
 
         Left alone are the layers after the last (those that DeepSeek-V3 adds for multi-token prediction), the
         output head where it is the embedding, and rotary frequencies, which are computed.
@@ -69,7 +69,8 @@ class Checkpoint:
         Raises:
             InputError: naming tensors that the forward pass knows nothing of.
         """
-        left = sorted(name for name in self._files.keys() - self.taken if not self._is_spare(name))
+        others = self._files.keys() - self.taken - set(left_out)
+        left = sorted(name for name in others if not self._is_spare(name))
         if left:
             raise InputError(
                 f"{self.folder}: {len(left)} tensors have no place in {self.config.architecture}: "

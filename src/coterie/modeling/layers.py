@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -18,6 +19,8 @@ from coterie.modeling.tiles import ROWS, Floats, Shape
 
 Read = Callable[[str], Floats]
 """Gives one of a layer's arrays."""
+Routed = Callable[[Floats, Choice], Callable[[], Floats]]
+"""Begins with a layer's routed experts, from rows `[T, D]` and what each chose; the result gives sums `[T, D]`."""
 
 LATENT_EPS = 1e-6  # of the norms of latents, which take no epsilon from the configuration
 
@@ -153,26 +156,53 @@ class Dense:
         return [*self.weights.shapes(ROWS)]
 
 
-class Moe:
-    """Routed experts, and shared ones where the model has them."""
+class RemoteExperts(Protocol):
+    """Routed experts that are computed outside of this process."""
 
-    def __init__(self, kernel: Kernel, config: ForwardConfig, read: Read) -> None:
+    def start(self, layer: int, rows: Floats, choice: Choice) -> Callable[[], Floats]:
+        """See `Routed`; `layer` is the MoE layer, from 0.
+
+        Raises:
+            EngineError: here or in the result, the experts cannot be computed now.
+        """
+
+
+class Moe:
+    """Routed experts, and shared ones where the model has them.
+
+    Args:
+        kernel: what computes.
+        config: the model.
+        read: gives the layer's arrays.
+        routed: what computes routed experts instead of `kernel`; None to read their weights.
+    """
+
+    def __init__(self, kernel: Kernel, config: ForwardConfig, read: Read, routed: Routed | None = None) -> None:
         self.kernel, self.rule, self.count = kernel, config.gate, config.experts
         self.gate = read("gate")
         self.bias = None if isinstance(config.gate, SoftmaxRule) else read("gate_bias")
-        self.experts = ExpertWeights(read("experts.gate_up"), read("experts.down"))
+        self.experts = None if routed else ExpertWeights(read("experts.gate_up"), read("experts.down"))
+        self.routed = routed or self._compute
         self.shared = ExpertWeights(read("shared.gate_up"), read("shared.down")) if config.shared_size else None
 
     def __call__(self, rows: Floats) -> tuple[Floats, Choice]:
         """`[T, D]` to `[T, D]`, and which experts made it."""
         choice = choose(self.kernel.product(rows, self.gate, self.count), self.bias, self.rule)
-        result = self.kernel.routed(rows, choice, self.experts)
-        return (result if self.shared is None else result + self.kernel.dense(rows, self.shared)), choice
+        routed = self.routed(rows, choice)
+        if self.shared is None:
+            return routed(), choice
+        shared = self.kernel.dense(rows, self.shared)  # while others compute the routed ones
+        return routed() + shared, choice
+
+    def _compute(self, rows: Floats, choice: Choice) -> Callable[[], Floats]:
+        assert self.experts is not None, "read where nobody else computes them"
+        return partial(self.kernel.routed, rows, choice, self.experts)
 
     def shapes(self) -> list[Shape]:
         """Products of its matrices."""
+        experts = self.experts.shapes(EXPERT_ROWS) if self.experts else ()
         shared = self.shared.shapes(ROWS) if self.shared else ()
-        return [_shape(self.gate), *self.experts.shapes(EXPERT_ROWS), *shared]
+        return [_shape(self.gate), *experts, *shared]
 
 
 def choose(logits: Floats, bias: Floats | None, rule: GateRule) -> Choice:

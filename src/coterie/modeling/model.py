@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from coterie.modeling.layers import (
     Latent,
     Moe,
     Read,
+    RemoteExperts,
     cache_heads,
     run_attention,
 )
@@ -61,29 +63,33 @@ class Model:
     whatever of it was cached.  Run BLAS with one thread (`OPENBLAS_NUM_THREADS=1`): products are too small for more.
     """
 
-    def __init__(self, weights: Weights, kernel: Kernel) -> None:
+    def __init__(self, weights: Weights, kernel: Kernel, experts: RemoteExperts | None = None) -> None:
         self.config: ForwardConfig = weights.header.config
         self.kernel = kernel
         read = weights.tensors.floats
         self._embedding, self._head, self._norm = read("embedding"), read("head"), read("norm")
         self._cos, self._sin = read("rope.cos"), read("rope.sin")
-        self._layers = [_read_layer(kernel, self.config, read, layer) for layer in range(self.config.layers)]
+        self._layers = [_read_layer(kernel, self.config, read, layer, experts) for layer in range(self.config.layers)]
         self._heads = cache_heads(self.config)
 
     @classmethod
-    def open(cls, path: Path, kernel: Kernel | None = None) -> Model:
+    def open(cls, path: Path, kernel: Kernel | None = None, experts: RemoteExperts | None = None) -> Model:
         """Open a weights file that `prepare` made.
 
         Args:
             path: of the file.
             kernel: what computes; by default the fastest that can run here.
+            experts: what computes routed experts instead of `kernel`; those of the file, if it has any, are not read.
 
         Raises:
-            InputError: it is missing, truncated, or of another version.
+            InputError: it is missing, truncated, or of another version, or it has no experts and none are given.
             UnsupportedError: this machine's BLAS does not give equal rows equal bits.
         """
         _keep_freed_memory()
-        model = cls(open_weights(path), kernel or next(kernels()))
+        weights = open_weights(path)
+        if weights.header.expert_blocks is None and experts is None:
+            raise InputError(f"{path}: has no routed experts; prepare the weights with them, or name their servers")
+        model = cls(weights, kernel or next(kernels()), experts)
         shapes = [
             shape for layer in model._layers for part in (layer.attention, layer.forward) for shape in part.shapes()
         ]
@@ -163,7 +169,9 @@ def _keep_freed_memory() -> None:
     np.empty(31 << 20, np.uint8)
 
 
-def _read_layer(kernel: Kernel, config: ForwardConfig, read: Read, number: int) -> _Layer:
+def _read_layer(
+    kernel: Kernel, config: ForwardConfig, read: Read, number: int, experts: RemoteExperts | None
+) -> _Layer:
     def own(name: str) -> Floats:
         return read(f"{number}.{name}")
 
@@ -171,5 +179,10 @@ def _read_layer(kernel: Kernel, config: ForwardConfig, read: Read, number: int) 
     attention = (
         Grouped(kernel, config, kind, own) if isinstance(kind, GroupedAttention) else Latent(kernel, config, kind, own)
     )
-    forward = Moe(kernel, config, own) if number in config.moe_layers else Dense(kernel, own)
+    forward: Dense | Moe
+    if number in config.moe_layers:
+        routed = partial(experts.start, config.moe_layers.index(number)) if experts else None
+        forward = Moe(kernel, config, own, routed)
+    else:
+        forward = Dense(kernel, own)
     return _Layer(own("input_layernorm"), attention, own("post_attention_layernorm"), forward)

@@ -40,12 +40,12 @@ class PackedArray:
     parts: Parts
 
 
-def packed_arrays(config: ForwardConfig, expert_blocks: int) -> tuple[PackedArray, ...]:
+def packed_arrays(config: ForwardConfig, expert_blocks: int | None) -> tuple[PackedArray, ...]:
     """All arrays of a model, in the order of the file.
 
     Args:
         config: the model.
-        expert_blocks: blocks of each routed expert's intermediate dimension.
+        expert_blocks: blocks of each routed expert's intermediate dimension; None to leave routed experts out.
     """
     arrays = [*_ends(config)]
     for layer in range(config.layers):
@@ -172,13 +172,21 @@ def _dense(config: ForwardConfig, layer: int) -> Iterator[PackedArray]:
     return _feed_forward(f"{layer}.dense", config.hidden, config.dense_size, blocks_of(config.dense_size), sources)
 
 
-def _routed(config: ForwardConfig, layer: int, blocks: int) -> Iterator[PackedArray]:
+def expert_tensors(config: ForwardConfig) -> Iterator[str]:
+    """Names of all that a checkpoint has of routed experts."""
+    for layer in config.moe_layers:
+        for expert in range(config.experts):
+            yield from expert_names(config.architecture, layer, expert)
+
+
+def _routed(config: ForwardConfig, layer: int, blocks: int | None) -> Iterator[PackedArray]:
     source = moe_block(config.architecture, layer)
     yield _plain(f"{layer}.gate", f"{source}.gate.weight", config.hidden, config.experts)
     if isinstance(config.gate, SigmoidRule):
         yield _vector(f"{layer}.gate_bias", f"{source}.gate.e_score_correction_bias", config.experts)
-    experts = tuple(expert_names(config.architecture, layer, expert) for expert in range(config.experts))
-    yield from _feed_forward(f"{layer}.experts", config.hidden, config.expert_size, blocks, experts)
+    if blocks is not None:
+        experts = tuple(expert_names(config.architecture, layer, expert) for expert in range(config.experts))
+        yield from _feed_forward(f"{layer}.experts", config.hidden, config.expert_size, blocks, experts)
     if config.shared_size:
         shared, size = (projections(f"{source}.shared_experts"),), config.shared_size
         yield from _feed_forward(f"{layer}.shared", config.hidden, size, blocks_of(size), shared)

@@ -27,7 +27,7 @@ from coterie.modeling.checkpoint import Checkpoint
 from coterie.modeling.config import ForwardConfig
 from coterie.modeling.expert_tensors import blocks_of
 from coterie.modeling.experts import BLOCK
-from coterie.modeling.packing import PackedArray, packed_arrays
+from coterie.modeling.packing import PackedArray, expert_tensors, packed_arrays
 from coterie.modeling.tensors import TensorFile, encode_header
 
 VERSION = 1
@@ -49,7 +49,7 @@ class WeightsHeader(msgspec.Struct, frozen=True):
         version: schema version.
         source: fingerprint of the checkpoint.
         checksum: CRC-32 of the tensors' bytes, eight hexadecimal digits.
-        expert_blocks: blocks of each routed expert's intermediate dimension.
+        expert_blocks: blocks of each routed expert's intermediate dimension; None if they were left out.
         config: the model.
     """
 
@@ -57,7 +57,7 @@ class WeightsHeader(msgspec.Struct, frozen=True):
     version: int
     source: str
     checksum: str
-    expert_blocks: int
+    expert_blocks: int | None
     config: ForwardConfig
 
 
@@ -70,7 +70,12 @@ class Weights:
 
 
 def prepare(
-    checkpoint: Path, folder: Path, *, pad_intermediate: int | None = None, progress: Progress | None = None
+    checkpoint: Path,
+    folder: Path,
+    *,
+    pad_intermediate: int | None = None,
+    routed: bool = True,
+    progress: Progress | None = None,
 ) -> Path:
     """Convert a checkpoint to a packed weights file, unless a good one is there already.
 
@@ -83,6 +88,7 @@ def prepare(
         pad_intermediate: pad each routed expert with zeros to so many intermediate columns, a multiple of 64.  The
             zeros are written, read and multiplied, and leave outputs as they are, bit for bit: decoding then costs
             what reading the active experts costs, as on a GPU.
+        routed: False leaves routed experts out, and reads none of their bytes: servers compute them.
         progress: told how far writing or checking is.
 
     Returns:
@@ -94,8 +100,8 @@ def prepare(
         UnsupportedError: an architecture or a setting that is not computed here.
     """
     source = Checkpoint.open(checkpoint)
-    blocks = _blocks(source.config, pad_intermediate)
-    target = folder / f"weights-{blocks * BLOCK}.safetensors"
+    blocks = _blocks(source.config, pad_intermediate) if routed else None
+    target = folder / f"weights-{'no-experts' if blocks is None else blocks * BLOCK}.safetensors"
     header = WeightsHeader(_FORMAT, VERSION, source.fingerprint(), "0" * 8, blocks, source.config)
     with _lock(folder):
         if not _is_good(target, header, progress):
@@ -216,7 +222,7 @@ def _build(target: Path, source: Checkpoint, header: WeightsHeader, progress: Pr
         _check_space(target.parent, arrays)
         with replacing(target) as unfinished, unfinished.open("wb") as file:
             _write(file, arrays, source, header, progress)
-            source.check_all_taken()
+            source.check_all_taken(expert_tensors(header.config) if header.expert_blocks is None else ())
     except OSError as error:
         raise InputError(f"{target}: cannot be written: {error.strerror or error}") from None
 

@@ -48,6 +48,27 @@ def test_outputs_are_those_of_each_request_alone(prefix_caching, step_tokens, ru
     assert (stats.prefix_hits > 0) == prefix_caching
 
 
+def test_a_step_whose_experts_are_not_there_ends_its_requests_and_no_others(monkeypatch):
+    story = Story(running=3, step_tokens=64)
+    for number in range(5):
+        story.submit(f"r{number}", [number, 1, 2], max_tokens=4, ignore_eos=True)
+    story.engine.step()
+
+    def fails(batch, kv):
+        raise EngineError("no reply by the deadline")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(story.model, "forward", fails)
+        story.engine.step()
+    story.run()
+    ends = [story.finish(f"r{number}") for number in range(5)]
+    assert [(end.reason, end.problem) for end in ends[:3]] == [("error", "no reply by the deadline")] * 3
+    for number in (3, 4):
+        params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+        assert story.tokens(f"r{number}") == expected_tokens([number, 1, 2], params)
+    assert story.pool.held == 0
+
+
 def test_few_blocks_force_preemptions_that_change_nothing():
     story, params = Story(12, running=6, step_tokens=64), {"max_tokens": 30, "ignore_eos": True}
     for number in range(6):

@@ -241,14 +241,25 @@ class Engine:
             self._on_load(job)
         if step.work:
             before = self._steps
-            computed = self._runner.run(step)
-            self._scheduler.done(step)
-            self._note(step, computed)
-            self._sample(step, computed)
-            self._count(step, time.thread_time() - cpu_s)
-            self._tell_decode(step, before, self._clock.now() - began_s)
+            try:
+                computed = self._runner.run(step)
+            except EngineError as error:  # what computes the model's experts elsewhere is not there
+                self._fail(step, str(error))
+            else:
+                self._scheduler.done(step)
+                self._note(step, computed)
+                self._sample(step, computed)
+                self._count(step, time.thread_time() - cpu_s)
+                self._tell_decode(step, before, self._clock.now() - began_s)
         self._after_step()
         return bool(step.work)
+
+    def _fail(self, step: Step, problem: str) -> None:
+        """A step could not be computed: its requests end, the others do not."""
+        log.error("a step of %d requests failed: %s", len(step.work), problem)
+        for work in step.work:
+            self._leave(work.request)
+            self._tell_end(self._live[work.request.id], "error", problem=problem)
 
     def _count(self, step: Step, cpu_s: float) -> None:
         before = self._steps

@@ -32,7 +32,7 @@ from coterie.engines.embedded.worker import Worker, WorkerRole
 from coterie.errors import ConfigError, EngineError
 from coterie.http_server import listen, serving_app, url_of
 from coterie.latency import StepPoint
-from coterie.modeling import Model, prepare
+from coterie.modeling import Model, RemoteExperts, prepare
 from coterie.modeling.prepare import Progress, open_weights
 
 OnDecode = Callable[[StepPoint], None]
@@ -106,21 +106,29 @@ class WorkerConfig:
             raise ConfigError(f"--kv-timeout {self.kv_timeout_s}: it must be positive and at most {LONGEST_WAIT_S}")
 
 
-def run(config: WorkerConfig, *, on_ready: Callable[[str, str], None], progress: Progress | None = None) -> None:
+def run(
+    config: WorkerConfig,
+    *,
+    on_ready: Callable[[str, str], None],
+    progress: Progress | None = None,
+    experts: RemoteExperts | None = None,
+) -> None:
     """Serve until SIGTERM or SIGINT; requests that still run then end with an error.
 
     Args:
         config: what to serve.
         on_ready: told the URL and the kernel's name once clients are served.
         progress: told how far converting the weights is.
+        experts: what computes the model's routed experts; None to do that here.
 
     Raises:
         CoterieError: the worker cannot start, or its engine has stopped by itself.
     """
     folder = config.weights_dir or default_weights_dir(config.model)
     with _step_log(config.log_steps) as on_decode:
-        weights = prepare(config.model, folder, pad_intermediate=config.pad_intermediate, progress=progress)
-        model, tokenizer = Model.open(weights), Tokenizer.load(config.model)
+        pad = config.pad_intermediate
+        weights = prepare(config.model, folder, pad_intermediate=pad, routed=experts is None, progress=progress)
+        model, tokenizer = Model.open(weights, experts=experts), Tokenizer.load(config.model)
         uvloop.run(_run(config, model, tokenizer, open_weights(weights).header.source, on_ready, on_decode))
 
 

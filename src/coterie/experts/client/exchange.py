@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 
 from coterie.clock import Clock
@@ -18,7 +17,6 @@ from coterie.experts.transport.identity import own_identity
 
 LOOK_S = 0.02
 """How often a client that waits looks whose patience is over, and for a newer table."""
-log = logging.getLogger("coterie.experts")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +45,15 @@ class Exchange:
     def __init__(self, directory: Directory, links: Links, hidden: int, patience: Patience, clock: Clock) -> None:
         self._directory, self._links, self._patience, self._clock = directory, links, patience, clock
         self._servers = Servers()
-        self._probes = Probes(links, self._servers, hidden, patience.probe_s)
+        self._probes = Probes(links, self._servers, hidden)
         self._table = directory.table()
         self._me = own_identity()
+
+    def connect(self, deadline_s: float) -> None:
+        """Connect to all servers, and have each reply once; those that do not are doubted."""
+        servers = sorted(self._newest_table().servers())
+        self._probes.start(servers, self._table.epoch, self._me)
+        self._probes.hear(deadline_s)
 
     def start(self, call: Call) -> None:
         """Send what can be sent."""
@@ -170,8 +174,7 @@ class Exchange:
             self._outdated(flight, reply)
         self._servers.ended(flight.server, flight.part.pairs)
         self._links.give_back(flight.server, flight.link)
-        if self._servers.judge(flight.server, Standing.GOOD):
-            log.info("expert server %s replies again", flight.server.name)
+        self._servers.judge(flight.server, Standing.GOOD)
 
     def _outdated(self, flight: Flight, reply: Reply) -> None:
         """The server does not hold what the table says: ask it again by a newer one."""
@@ -187,7 +190,6 @@ class Exchange:
             if flight.since_s <= late_s:
                 why = f"no reply in {self._patience.reply_s} s"
                 if self._servers.judge(flight.server, Standing.SUSPECT, why):
-                    log.warning("expert server %s is suspect: %s", flight.server.name, why)
                     self._directory.doubt(flight.server, gone=False)
                 if self._others_can(call.layer, flight):
                     self._withdraw(call, flight)
@@ -198,7 +200,8 @@ class Exchange:
 
     def _probe(self) -> None:
         self._probes.hear()
-        self._probes.start(self._clock.now(), self._table.epoch, self._me)
+        due = self._servers.to_probe(self._clock.now(), self._patience.probe_s)
+        self._probes.start(due, self._table.epoch, self._me)
 
     def _withdraw(self, call: Call, flight: Flight) -> None:
         flight.pending.withdraw()
@@ -207,11 +210,10 @@ class Exchange:
         self._links.give_back(flight.server, flight.link)
 
     def _lose(self, server: Server, problem: Exception) -> bool:
-        """Ask others; whether the server was not lost already."""
+        """Ask others from now on; whether the server was not lost already."""
         self._links.drop(server)
         news = self._servers.judge(server, Standing.LOST, str(problem))
         if news:
-            log.warning("expert server %s is lost: %s", server.name, problem)
             self._directory.doubt(server, gone=isinstance(problem, GoneError))
             self._directory.await_newer(self._table, 0.0)
         return news

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -12,32 +12,31 @@ from coterie.experts.client.standing import Servers, Standing
 from coterie.experts.client.table import Server
 from coterie.experts.protocol import Request
 
-log = logging.getLogger("coterie.experts")
-
 
 class Probes:
     """Probes that are under way, one for each server at most: it stays in its slot until the server wakes up."""
 
-    def __init__(self, links: Links, servers: Servers, hidden: int, every_s: float) -> None:
-        self._links, self._servers, self._every_s = links, servers, every_s
+    def __init__(self, links: Links, servers: Servers, hidden: int) -> None:
+        self._links, self._servers = links, servers
         self._nothing = np.zeros((1, hidden), np.float32), np.full((1, 1), -1, np.int32), np.zeros((1, 1), np.float32)
         self._pending: dict[Server, tuple[Link, Pending]] = {}
 
-    def start(self, now_s: float, epoch: int, owner: int) -> None:
-        """Send those that are due."""
-        for server in self._servers.to_probe(now_s, self._every_s):
+    def start(self, servers: Iterable[Server], epoch: int, owner: int) -> None:
+        """Probe servers."""
+        for server in servers:
             if server not in self._pending:
                 try:
                     link = self._links.take(server)
-                except (EngineError, WireError):
-                    continue  # as lost as before
+                except (EngineError, WireError) as error:
+                    self._servers.judge(server, Standing.LOST, str(error))
+                    continue
                 self._pending[server] = link, link.post(Request(0, epoch, owner, *self._nothing))
 
-    def hear(self) -> None:
-        """Believe the servers that replied, be it that they are of another epoch."""
+    def hear(self, until_s: float = 0.0) -> None:
+        """Believe the servers that have replied, or do until then, be it that they are of another epoch."""
         for server, (link, pending) in tuple(self._pending.items()):
             try:
-                reply = pending.look(0.0)
+                reply = pending.look(until_s)
             except (EngineError, WireError) as error:
                 del self._pending[server]
                 self._links.drop(server)
@@ -46,8 +45,9 @@ class Probes:
             if reply is not None:
                 del self._pending[server]
                 self._links.give_back(server, link)
-                if self._servers.judge(server, Standing.GOOD):
-                    log.info("expert server %s replies again", server.name)
+                self._servers.judge(server, Standing.GOOD)
+            elif until_s:
+                self._servers.judge(server, Standing.SUSPECT, "no reply to a first request")
 
     def drop(self, server: Server) -> None:
         """Want no reply of a server any more."""

@@ -71,6 +71,10 @@ class RemoteExperts:
         self._geometry, self._hidden, self._directory = geometry, hidden, directory
         self._exchange = Exchange(directory, Links(connect), hidden, patience or Patience(), clock or SystemClock())
 
+    def connect(self, deadline_s: float) -> None:
+        """Connect to all servers before there is something to compute; those that do not reply by then are doubted."""
+        self._exchange.connect(deadline_s)
+
     def compute(
         self,
         layer: int,

@@ -14,10 +14,13 @@ says what it holds.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from enum import IntEnum
 
 from coterie.experts.client.table import Owners, Server
+
+_log = logging.getLogger("coterie.experts")
 
 
 class Standing(IntEnum):
@@ -84,10 +87,12 @@ class Servers:
     def judge(self, server: Server, standing: Standing, why: str = "") -> bool:
         """Think so of it from now on; whether that is news."""
         seen = self._of(server)
-        changed = seen.standing is not standing
-        seen.standing, seen.why = standing, why
+        before, seen.standing, seen.why = seen.standing, standing, why
         (self._doubted.discard if standing is Standing.GOOD else self._doubted.add)(server)
-        return changed
+        if before is not standing:
+            level = logging.INFO if standing is Standing.GOOD else logging.WARNING
+            _log.log(level, "expert server %s is %s%s%s", server.name, standing.name.lower(), why and ": ", why)
+        return before is not standing
 
     def outdated(self, server: Server, epoch: int) -> None:
         """It refused a request: a table of this epoch, or later, is needed to ask it again."""

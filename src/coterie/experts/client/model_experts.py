@@ -1,0 +1,92 @@
+"""Experts in servers, as `modeling.Model` takes them."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from coterie.errors import ConfigError
+from coterie.experts.client.exchange import Patience
+from coterie.experts.client.links import Link
+from coterie.experts.client.monitored import MonitoredDirectory
+from coterie.experts.client.remote import RemoteExperts
+from coterie.experts.client.table import Server
+from coterie.experts.transport import SharedClient
+from coterie.modeling.expert_tensors import read_expert_model
+from coterie.modeling.gates import Choice
+from coterie.modeling.tiles import Floats
+
+READY_S = 60.0
+"""How long to wait at first until every expert has a server."""
+TIMEOUT_S = 30.0
+"""The longest that a layer may take."""
+_CONNECT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsConfig:
+    """Where a model's experts are.
+
+    Attributes:
+        monitor: URL of the monitor that knows their servers.
+        name: of this client, for people.
+        timeout_s: the longest that a layer may take.
+        patience: how long to wait for one server before others are asked.
+
+    Raises:
+        ConfigError: `timeout_s` is not positive.
+    """
+
+    monitor: str
+    name: str
+    timeout_s: float = TIMEOUT_S
+    patience: Patience = Patience()  # noqa: RUF009 - frozen
+
+    def __post_init__(self) -> None:
+        if not self.timeout_s > 0:
+            raise ConfigError(f"experts: a layer may take {self.timeout_s} s; it must be positive")
+
+
+class ModelExperts:
+    """See `modeling.RemoteExperts`.
+
+    Args:
+        remote: the experts.
+        timeout_s: the longest that a layer may take.
+    """
+
+    def __init__(self, remote: RemoteExperts, timeout_s: float) -> None:
+        self._remote, self._timeout_s = remote, timeout_s
+
+    def start(self, layer: int, rows: Floats, choice: Choice) -> Callable[[], Floats]:
+        """As `modeling.RemoteExperts.start`."""
+        deadline_s = time.monotonic() + self._timeout_s
+        return partial(self._remote.start(layer, rows, choice.ids, choice.weights).finish, deadline_s)
+
+
+@contextlib.contextmanager
+def experts_of(checkpoint: Path, config: ExpertsConfig) -> Iterator[ModelExperts]:
+    """Connections to the servers of a checkpoint's experts.
+
+    Raises:
+        ConfigError: the monitor's URL is none.
+        EngineError: some expert has no server, even after a while.
+        InputError: the checkpoint's configuration cannot be read.
+        UnsupportedError: an architecture whose experts are not computed.
+    """
+    model = read_expert_model(checkpoint)
+    with contextlib.closing(MonitoredDirectory(config.monitor, model.geometry, config.name)) as directory:
+        directory.await_all(time.monotonic() + READY_S)
+        remote = RemoteExperts(model.geometry, model.hidden, directory, shared_memory, patience=config.patience)
+        with contextlib.closing(remote):
+            remote.connect(time.monotonic() + _CONNECT_S)
+            yield ModelExperts(remote, config.timeout_s)
+
+
+def shared_memory(server: Server) -> Link:
+    """A connection to a server of this host."""
+    return SharedClient(Path(server.address))
