@@ -7,6 +7,7 @@ import click
 from coterie.cli.verbs import Verbs
 
 _VERBS = {
+    "serve": "run a server of some of a model's experts",
     "monitor": "run the process that knows which expert servers there are",
     "status": "show expert servers, their load and the experts' replicas",
 }

@@ -78,6 +78,8 @@ def to_float32(values: npt.NDArray[Any], dtype: Dtype) -> Floats:
 
 def from_float32(values: Floats, dtype: Dtype) -> npt.NDArray[Any]:
     """Values for a reply, rounded to the nearest, ties to the even one; beyond the largest they are infinite."""
+    if dtype is Dtype.FLOAT32:
+        return values
     if dtype is Dtype.BFLOAT16:
         bits = values.view(np.uint32)
         rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16

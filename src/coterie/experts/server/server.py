@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Generic
@@ -39,7 +41,7 @@ class ExpertServer(Generic[WeightsT]):
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.model, self.kernel, self.usage = model, kernel, Usage.of(model.geometry)
-        self._holding, self._clock = holding, clock
+        self._holding, self._clock, self._changing = holding, clock, threading.Lock()
 
     @property
     def holding(self) -> Holding[WeightsT]:
@@ -54,9 +56,17 @@ class ExpertServer(Generic[WeightsT]):
         Raises:
             InputError: the epoch is not a later one.
         """
-        if holding.since <= self._holding.since:
-            raise InputError(f"expert server: experts since epoch {holding.since}; must be after {self._holding.since}")
-        self._holding = holding
+        with self._changing:
+            before = self._holding.since
+            if holding.since <= before:
+                raise InputError(f"expert server: experts since epoch {holding.since}; must be after {before}")
+            self._holding = holding
+
+    def date(self, since: int) -> None:
+        """Take it from the monitor since when it has the experts that it has; an earlier epoch changes nothing."""
+        with self._changing:
+            if since > self._holding.since:
+                self._holding = dataclasses.replace(self._holding, since=since)
 
     def compute(self, requests: Sequence[Request]) -> list[Reply]:
         """Reply to requests that the protocol's layout has checked; those that go together are merged.

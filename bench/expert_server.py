@@ -1,0 +1,173 @@
+#!/usr/bin/env python3
+"""Whole calls to an expert server process beside the same kernel in this process, and how often requests merge.
+
+    python3 bench/expert_server.py [MODEL] [--json]
+
+MODEL is a checkpoint's folder; without one, random experts are written: one layer, hidden size 512, 64 experts of size
+256, top-8.  Calls and local computations take turns, so that both meet the same machine; "above kernel" is the
+difference of the medians.  For merging, two client processes ask at full rate, each for layer after layer.  Run it on a
+quiet machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+from safetensors.numpy import save_file
+
+from coterie.experts.protocol import Request
+from coterie.experts.server import ExpertServer, ModelingKernel, load_experts, parse_experts
+from coterie.experts.transport import SharedClient
+from coterie.experts.transport.identity import own_identity
+from coterie.modeling.expert_tensors import ExpertFiles
+
+CALLS, WARM_UP, MERGE_S = 1500, 100, 3.0
+TOKENS = (1, 16, 64)
+
+
+def write_random(folder: Path, hidden: int = 512, experts: int = 64, size: int = 256, top_k: int = 8) -> Path:
+    rng = np.random.default_rng(0)
+    config = {
+        "model_type": "mixtral",
+        "num_hidden_layers": 1,
+        "num_local_experts": experts,
+        "num_experts_per_tok": top_k,
+        "hidden_size": hidden,
+        "intermediate_size": size,
+    }
+    shapes = {"w1": (size, hidden), "w3": (size, hidden), "w2": (hidden, size)}
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(
+        {
+            f"model.layers.0.block_sparse_moe.experts.{expert}.{name}.weight": rng.standard_normal(shape, np.float32)
+            for expert in range(experts)
+            for name, shape in shapes.items()
+        },
+        folder / "model.safetensors",
+    )
+    return folder
+
+
+@contextmanager
+def serving(model: Path) -> Iterator[tuple[str, int]]:
+    """URL and process of a server of all experts."""
+    command = [sys.executable, "-m", "coterie", "experts", "serve", str(model), "--max-tokens", str(max(TOKENS))]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            line = process.stdout.readline()
+            yield line.split(" at ")[1].split(",")[0], process.pid
+        finally:
+            process.terminate()
+
+
+def random_request(rng: np.random.Generator, config: dict[str, Any], tokens: int, layer: int) -> Request:
+    ids = rng.permuted(np.tile(np.arange(config["experts"], dtype=np.int32), (tokens, 1)), axis=1)
+    hidden = rng.standard_normal((tokens, config["hidden"]), np.float32)
+    top_k = config["top_k"]
+    weights = rng.random((tokens, top_k), np.float32)
+    return Request(layer, config["since"], own_identity(), hidden, ids[:, :top_k].copy(), weights)
+
+
+def cpu_s(process: int) -> float:
+    with open(f"/proc/{process}/schedstat", encoding="utf-8") as file:
+        main = int(file.read().split()[0])
+    threads = Path(f"/proc/{process}/task").iterdir()
+    return (sum(int((thread / "schedstat").read_text().split()[0]) for thread in threads) or main) / 1e9
+
+
+def measure_calls(model: Path, config: dict[str, Any], server: int, tokens: int) -> dict[str, float]:
+    files, kernel, rng = ExpertFiles.open(model), ModelingKernel(), np.random.default_rng(tokens)
+    held = parse_experts(f"0:0-{config['experts'] - 1}", files.model.geometry)
+    local = load_experts(files, held, kernel, since=config["since"])
+    reference = ExpertServer(files.model, kernel, local)
+    client = SharedClient(Path(config["shared_memory"]))
+    times: dict[str, list[float]] = {"kernel": [], "call": []}
+    server_cpu = client_cpu = 0.0
+    for number in range(WARM_UP + CALLS):
+        request = random_request(rng, config, tokens, 0)
+        layer = local.layers[0]
+        start = time.perf_counter()
+        kernel.compute(layer.weights, request.hidden, layer.places[request.ids], request.weights)
+        middle, mine, its = time.perf_counter(), time.thread_time(), cpu_s(server)
+        before = time.perf_counter()
+        reply = client.call(request, timeout_s=10)
+        after = time.perf_counter()
+        if number < WARM_UP:
+            assert np.array_equal(reply.sums, reference.compute([request])[0].sums)
+            continue
+        times["kernel"].append(middle - start)
+        times["call"].append(after - before)
+        client_cpu += time.thread_time() - mine
+        server_cpu += cpu_s(server) - its
+    client.close()
+    kernel_us, call_us = (float(np.median(times[name])) * 1e6 for name in ("kernel", "call"))
+    return {
+        "tokens": tokens,
+        "kernel us": kernel_us,
+        "call us": call_us,
+        "above kernel us": call_us - kernel_us,
+        "call p99 us": float(np.percentile(times["call"], 99)) * 1e6,
+        "client CPU us": client_cpu / CALLS * 1e6,
+        "server CPU us": server_cpu / CALLS * 1e6,
+    }
+
+
+def ask_at_full_rate(config: dict[str, Any], seed: int, until_s: float) -> None:
+    client, rng = SharedClient(Path(config["shared_memory"])), np.random.default_rng(seed)
+    requests = [random_request(rng, config, 16, layer) for layer in range(config["layers"])]
+    number = 0
+    while time.monotonic() < until_s:
+        client.call(requests[number % len(requests)], timeout_s=10)
+        number += 1
+    client.close()
+
+
+def measure_merging(url: str, config: dict[str, Any]) -> dict[str, float]:
+    before = httpx.get(f"{url}/load").json()
+    until_s = time.monotonic() + MERGE_S
+    context = multiprocessing.get_context("fork")
+    clients = [context.Process(target=ask_at_full_rate, args=(config, seed, until_s)) for seed in (1, 2)]
+    for client in clients:
+        client.start()
+    for client in clients:
+        client.join()
+    after = httpx.get(f"{url}/load").json()
+    requests, batches = (after[name] - before[name] for name in ("merged", "batches"))
+    return {"requests/s": requests / MERGE_S, "requests per batch": requests / batches}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", type=Path, nargs="?")
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        model = arguments.model or write_random(Path(folder))
+        with serving(model) as (url, process):
+            config = httpx.get(f"{url}/config").json()
+            calls = [measure_calls(model, config, process, tokens) for tokens in TOKENS]
+            results = {"kernel": config["kernel"], "calls": calls, "merging": measure_merging(url, config)}
+    if arguments.json:
+        print(json.dumps(results, indent=2))
+        return
+    print(f"kernel {results['kernel']}")
+    for row in [*results["calls"], results["merging"]]:
+        print("  ".join(f"{name} {value:.4g}" for name, value in row.items()))
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    main()

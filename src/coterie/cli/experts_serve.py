@@ -1,0 +1,73 @@
+"""`coterie experts serve`."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.progress import Progress
+
+# Read when numpy loads: its products are small, and servers share the cores among themselves.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+from coterie.experts.server.process import ServeConfig, ServerProcess, run
+
+_POSITIVE = click.IntRange(min=1)
+
+
+@click.command()
+@click.argument("model", type=click.Path(path_type=Path, exists=True, file_okay=False))
+@click.option(
+    "--experts",
+    default="all",
+    show_default=True,
+    metavar="WHICH",
+    help="Experts to have: 0-31,40 of every layer; 0:0-31;1:32-63 of single MoE layers, counted from 0; or all.",
+)
+@click.option("--name", default="experts", show_default=True, help="What people call this server.")
+@click.option("--monitor", metavar="URL", help="The monitor that tells clients of it. [default: none]")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address of its HTTP side.")
+@click.option("--port", type=click.IntRange(0, 65535), default=0, help="Port of it. [default: a free one]")
+@click.option("--slots", type=_POSITIVE, default=16, show_default=True, help="Requests that can be there at a time.")
+@click.option("--max-tokens", type=_POSITIVE, default=512, show_default=True, help="Most tokens of a request.")
+@click.option(
+    "--drain",
+    "drain_s",
+    type=click.FloatRange(min=0),
+    default=30.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="The longest to serve on after SIGTERM, for clients that still ask.",
+)
+def serve(**options: Any) -> None:
+    """Serve experts of the checkpoint in the folder MODEL to clients of this host, until SIGTERM or Ctrl-C.
+
+    It reads no other experts.  Clients hand it tokens through shared memory, whose path is in /config.
+    """
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    with Progress(transient=True, disable=not sys.stderr.isatty()) as bar:
+        task = bar.add_task("experts", total=None)
+        run(
+            ServeConfig(**options),
+            on_ready=_announce(bar),
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )
+
+
+def _announce(bar: Progress) -> Callable[[str, ServerProcess], None]:
+    def announce(url: str, process: ServerProcess) -> None:
+        bar.stop()
+        count = sum(map(len, process.held))
+        kernel = process.serving.server.kernel.name if process.serving else ""
+        click.echo(
+            f"serving   {count} experts of {process.model_name} at {url}, kernel {kernel}, requests by "
+            f"{process.shared.path}"
+        )
+
+    return announce

@@ -1,0 +1,281 @@
+"""An expert server as a process: loads its experts, serves them, and ends when its clients have gone elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from coterie.errors import ConfigError, EngineError
+from coterie.experts.members import Held, Phase, Server
+from coterie.experts.monitor.messages import Load, Welcome
+from coterie.experts.protocol import SlotShape
+from coterie.experts.registration import Account, Registration
+from coterie.experts.server.app import app, resident_bytes
+from coterie.experts.server.holdings import Progress, load_experts, parse_experts
+from coterie.experts.server.kernels import ModelingKernel
+from coterie.experts.server.server import ExpertServer
+from coterie.experts.transport import SharedServer
+from coterie.http_server import listen, serving_app, url_of
+from coterie.modeling.expert_tensors import ExpertFiles, ExpertModel
+
+QUIET_S = 1.0
+"""A draining server that is not needed ends after so long without a request."""
+_LOOK_S = 0.1
+_GRACE_S = 2
+_SWITCH_S = 0.0005  # the computing thread waits so long for the HTTP side; by default ten times as long
+
+
+@dataclass(frozen=True, slots=True)
+class ServeConfig:
+    """What `coterie experts serve` is told; its options say more.
+
+    Attributes:
+        model: folder of the checkpoint.
+        experts: which to have; see `parse_experts`.
+        name: for people.
+        monitor: URL of the monitor; None for none.
+        host: address of the HTTP side.
+        port: of it; 0 takes a free one.
+        slots: how many clients at a time.
+        max_tokens: most tokens of a request.
+        drain_s: how long to serve on after SIGTERM, at most.
+
+    Raises:
+        ConfigError: a number is out of range.
+    """
+
+    model: Path
+    experts: str = "all"
+    name: str = "experts"
+    monitor: str | None = None
+    host: str = "127.0.0.1"
+    port: int = 0
+    slots: int = 16
+    max_tokens: int = 512
+    drain_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        for name, least in {"slots": 1, "max_tokens": 1, "drain_s": 0}.items():
+            if not getattr(self, name) >= least:
+                raise ConfigError(f"expert server: {name} is {getattr(self, name)}; it must be at least {least}")
+
+
+class ServerProcess:
+    """The parts of a server process, from the start of loading to its end.
+
+    Args:
+        config: what to serve.
+
+    Attributes:
+        phase: joining while it loads, then serving, then draining.
+        model: whose experts they are.
+        shared: where clients hand it requests.
+        serving: what computes them; None while it loads.
+
+    Raises:
+        InputError: the checkpoint is damaged, or does not have the experts.
+        UnsupportedError: experts that are not computed here, or too little shared memory.
+    """
+
+    def __init__(self, config: ServeConfig) -> None:
+        self.config, self.id = config, secrets.token_hex(16)
+        self._files = ExpertFiles.open(config.model)
+        self.model: ExpertModel = self._files.model
+        self._wanted: Held = parse_experts(config.experts, self.model.geometry)
+        geometry = self.model.geometry
+        shape = SlotShape(config.max_tokens, self.model.hidden, geometry.top_k, geometry.layers, geometry.experts)
+        self.shared = SharedServer(shape, config.slots)
+        self.phase: Phase = "joining"
+        self.serving: Serving | None = None
+
+    @property
+    def held(self) -> Held:
+        """Which experts it has, or will have."""
+        return self.serving.server.holding.held if self.serving else self._wanted
+
+    @property
+    def model_name(self) -> str:
+        """What its model is called."""
+        return self.config.model.resolve().name
+
+    def load(self, progress: Progress) -> Serving:
+        """Load the experts, and compute them from then on.
+
+        Raises:
+            CoterieError: a tensor is missing or wrong.
+        """
+        kernel = ModelingKernel()
+        holding = load_experts(self._files, self._wanted, kernel, progress=progress)
+        self.serving = Serving(self.shared, ExpertServer(self.model, kernel, holding))
+        return self.serving
+
+    def account(self, url: str) -> Account:
+        """What to tell the monitor."""
+        server = Server(
+            id=self.id,
+            name=self.config.name,
+            model=self.model_name,
+            url=url,
+            address=str(self.shared.path),
+            tokens=self.config.max_tokens,
+            experts=self.model.geometry.experts,
+            held=self.held,
+        )
+        return Account(server, self.phase, self.serving.load() if self.serving else None)
+
+    def welcomed(self, welcome: Welcome) -> None:
+        """Hear from the monitor since when it has its experts."""
+        if self.serving:
+            self.serving.server.date(welcome.since)
+
+    def close(self) -> None:
+        """Answer what is in hand, and end."""
+        if self.serving:
+            self.serving.close()
+        self.shared.close()
+
+
+class Serving:
+    """A thread that computes what comes by shared memory.
+
+    Attributes:
+        problem: what ended it by itself.
+    """
+
+    def __init__(self, shared: SharedServer, server: ExpertServer[Any]) -> None:
+        self.shared, self.server = shared, server
+        self.problem: BaseException | None = None
+        self._asked_s = time.monotonic()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="experts", daemon=True)
+        self._thread.start()
+
+    def is_quiet(self) -> bool:
+        """Whether no client has asked for a while."""
+        return time.monotonic() - self._asked_s > QUIET_S
+
+    def load(self) -> Load:
+        """What it has done, as the monitor is told."""
+        usage, held = self.server.usage, self.server.holding.held
+        tokens = tuple(tuple(row[list(ids)].tolist()) for row, ids in zip(usage.load, held, strict=True))
+        return Load(tokens, usage.merged, usage.batches, self.shared.ready, resident_bytes())
+
+    def close(self) -> None:
+        """End the thread."""
+        self._over.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            while not self._over.is_set():
+                if self.shared.step(self.server.compute, _LOOK_S):
+                    self._asked_s = time.monotonic()
+        except BaseException as error:
+            self.problem = error
+
+
+class _StoppedError(Exception):
+    """SIGTERM came while the experts were loaded."""
+
+
+def run(config: ServeConfig, *, on_ready: Callable[[str, ServerProcess], None], progress: Progress) -> None:
+    """Serve until SIGTERM or SIGINT, then drain; a second signal ends at once.
+
+    Args:
+        config: what to serve.
+        on_ready: told the URL once clients are served.
+        progress: told how far loading is.
+
+    Raises:
+        CoterieError: the server cannot start, or has stopped by itself.
+    """
+    uvloop.run(_run(config, on_ready, progress))
+
+
+async def _run(config: ServeConfig, on_ready: Callable[[str, ServerProcess], None], progress: Progress) -> None:
+    sys.setswitchinterval(_SWITCH_S)
+    stop, at_once = _signals()
+
+    def load_on(done: int, total: int) -> None:
+        if stop.is_set():
+            raise _StoppedError
+        progress(done, total)
+
+    with listen(config.host, config.port, "port") as listener:
+        process, url = ServerProcess(config), url_of(listener)
+        with contextlib.suppress(_StoppedError), contextlib.closing(process), _registered(process, url) as registration:
+            async with serving_app(app(process), listener, grace_s=_GRACE_S):
+                serving = await asyncio.to_thread(process.load, load_on)
+                _enter(process, "serving", registration)
+                on_ready(url, process)
+                await _until(stop, serving)
+                _enter(process, "draining", registration)
+                await _drain(process, serving, at_once, registration)
+
+
+def _signals() -> tuple[asyncio.Event, asyncio.Event]:
+    """Events that the first signal sets, and the second."""
+    stop, at_once = asyncio.Event(), asyncio.Event()
+
+    def end() -> None:
+        (at_once if stop.is_set() else stop).set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, end)
+    return stop, at_once
+
+
+@contextlib.contextmanager
+def _registered(process: ServerProcess, url: str) -> Iterator[Registration | None]:
+    """Keep the process known to its monitor, if it has one."""
+    if process.config.monitor is None:
+        yield None
+        return
+    registration = Registration(process.config.monitor, lambda: process.account(url), process.welcomed)
+    registration.start()
+    try:
+        yield registration
+    finally:
+        registration.close()
+
+
+def _enter(process: ServerProcess, phase: Phase, registration: Registration | None) -> None:
+    process.phase = phase
+    if registration:
+        registration.tell()
+
+
+async def _until(stop: asyncio.Event, serving: Serving) -> None:
+    while not stop.is_set():
+        if serving.problem is not None:
+            raise EngineError(f"the expert server has stopped: {serving.problem!r}")
+        await _wait(stop)
+
+
+async def _drain(
+    process: ServerProcess, serving: Serving, at_once: asyncio.Event, registration: Registration | None
+) -> None:
+    """Serve on while clients ask, or have slots and the monitor says that nobody else has an expert; not for ever."""
+    deadline_s = time.monotonic() + process.config.drain_s
+    while process.shared.clients and time.monotonic() < deadline_s and not at_once.is_set():
+        welcome = registration.welcome if registration else None
+        if serving.is_quiet() and not (welcome and welcome.needed):
+            return
+        await _wait(at_once)
+
+
+async def _wait(event: asyncio.Event) -> None:
+    """Wait for an event, but not long."""
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(event.wait(), _LOOK_S)

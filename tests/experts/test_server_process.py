@@ -1,0 +1,172 @@
+"""`coterie experts serve` as processes: what clients get, what is shown, and how they end."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from types import SimpleNamespace
+
+import httpx
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from prometheus_client.parser import text_string_to_metric_families
+
+from coterie.cli.experts_serve import serve
+from coterie.errors import ConfigError
+from coterie.experts.protocol import Request, Status
+from coterie.experts.server import ExpertServer, ModelingKernel, load_experts, parse_experts
+from coterie.experts.server.process import ServeConfig
+from coterie.experts.transport import SharedClient
+from coterie.experts.transport.identity import own_identity
+from coterie.modeling.expert_tensors import ExpertFiles
+from expert_processes import expert_server
+from running_monitor import running_monitor, until
+from tiny_checkpoints import write_checkpoint
+
+DEADLINE_S = 60
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return write_checkpoint(tmp_path_factory.mktemp("model"), "qwen3_moe")
+
+
+@pytest.fixture(scope="module")
+def local(checkpoint):
+    """All experts in this process."""
+    files, kernel = ExpertFiles.open(checkpoint), ModelingKernel()
+    return ExpertServer(
+        files.model, kernel, load_experts(files, parse_experts("all", files.model.geometry), kernel, since=0)
+    )
+
+
+@pytest.fixture(scope="module")
+def pool(checkpoint):
+    """A monitor, and two servers that share the experts."""
+    with (
+        running_monitor() as monitor,
+        expert_server(checkpoint, "--experts", "0-3", "--monitor", monitor, "--name", "low") as low,
+        expert_server(checkpoint, "--experts", "4-7", "--monitor", monitor, "--name", "high") as high,
+    ):
+        until(lambda: all(server.config["since"] for server in (low, high)))
+        yield SimpleNamespace(monitor=monitor, low=low, high=high)
+
+
+def random_request(seed, tokens, experts=range(8), epoch=0, layer=0):
+    rng = np.random.default_rng(seed)
+    ids = rng.permuted(np.tile(np.array(experts, np.int32), (tokens, 1)), axis=1)[:, :2].copy()
+    hidden, weights = rng.standard_normal((tokens, 64), np.float32), rng.random((tokens, 2), np.float32)
+    return Request(layer, epoch, own_identity(), hidden, ids, weights)
+
+
+def ask(server, request):
+    client = SharedClient(server.shared)
+    try:
+        return client.call(request, DEADLINE_S)
+    finally:
+        client.close()
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 300])
+def test_a_server_in_another_process_gives_the_local_layer_s_bits(tokens, pool, local):
+    request = random_request(tokens, tokens, range(4), epoch=pool.low.config["since"])
+    np.testing.assert_array_equal(ask(pool.low, request).sums, local.compute([request])[0].sums)
+
+
+def test_servers_that_are_asked_at_once_give_parts_of_the_local_layer_s_sums(pool, local):
+    request = random_request(0, 40)
+    deadline_s, epoch = time.monotonic() + DEADLINE_S, max(pool.low.config["since"], pool.high.config["since"])
+    clients = [SharedClient(server.shared) for server in (pool.low, pool.high)]
+    owns = (request.ids < 4, request.ids >= 4)
+    pending = [
+        client.post(
+            Request(0, epoch, own_identity(), request.hidden, np.where(own, request.ids, np.int32(-1)), request.weights)
+        )
+        for client, own in zip(clients, owns, strict=True)
+    ]
+    total = sum(one.wait(deadline_s).sums for one in pending)
+    for client in clients:
+        client.close()
+    expected = local.compute([request])[0].sums
+    assert np.abs(total - expected).max() <= 1e-5 * np.abs(expected).max()
+
+
+def test_a_client_that_does_not_know_the_server_s_experts_is_told(pool):
+    since = pool.high.config["since"]
+    replies = [ask(pool.high, random_request(0, 2, range(4), epoch=epoch)) for epoch in (since - 1, since)]
+    assert [reply.status for reply in replies] == [Status.STALE, Status.ABSENT]
+    assert {reply.epoch for reply in replies} == {since}
+
+
+def test_what_a_server_has_done_is_shown_where_it_ran_and_at_the_monitor(pool):
+    before = pool.high.get("/load").json()
+    request = random_request(3, 5, (6, 7), epoch=pool.high.config["since"], layer=1)
+    ask(pool.high, request)
+    after = until(lambda: after if (after := pool.high.get("/load").json())["batches"] > before["batches"] else None)
+    assert (np.array(after["load"]) - before["load"]).tolist() == [[0] * 8, [0] * 6 + [5, 5]]
+    assert [after[name] - before[name] for name in ("batches", "merged", "tokens")] == [1, 1, 5]
+    assert after["queue"] == after["clients"] == 0
+    families = {family.name: family for family in text_string_to_metric_families(pool.high.get("/metrics").text)}
+    computed = {sample.labels["status"]: sample.value for sample in families["coterie_expert_server_requests"].samples}
+    assert computed == {name: float(count) for name, count in after["requests"].items()}
+    assert families["coterie_expert_server_held_experts"].samples[0].value == 8
+
+    def row():
+        rows = httpx.get(f"{pool.monitor}/status").json()["servers"]
+        found = next(row for row in rows if row["name"] == "high")
+        return found if found["batches"] == after["batches"] else None
+
+    assert until(row)["state"] == "serving"
+    assert pool.high.config["held"] == [[4, 5, 6, 7]] * 2
+
+
+def test_a_server_that_is_told_to_end_says_so_and_serves_clients_that_have_nobody_else(checkpoint, local):
+    with running_monitor() as monitor, expert_server(checkpoint, "--monitor", monitor) as server:
+        request = random_request(0, 3, epoch=until(lambda: server.config["since"]))
+        client, path = SharedClient(server.shared), server.shared
+        server.process.send_signal(signal.SIGTERM)
+        until(lambda: server.get("/health").status_code == 503)
+        assert server.config["phase"] == "draining"
+        np.testing.assert_array_equal(client.call(request, DEADLINE_S).sums, local.compute([request])[0].sums)
+        client.close()
+        assert server.process.wait(DEADLINE_S) == 0
+        assert httpx.get(f"{monitor}/status").json()["servers"][0]["state"] == "dead"
+    assert not path.exists()
+
+
+def test_a_second_signal_ends_at_once_however_busy_clients_are(checkpoint):
+    with expert_server(checkpoint) as server:
+        client, over = SharedClient(server.shared), threading.Event()
+
+        def keep_asking():
+            while not over.is_set() and client.alive:
+                client.post(random_request(0, 1)).withdraw()
+
+        thread = threading.Thread(target=keep_asking)
+        thread.start()
+        server.process.send_signal(signal.SIGTERM)
+        until(lambda: server.config["phase"] == "draining")
+        server.process.send_signal(signal.SIGINT)
+        assert server.process.wait(DEADLINE_S) == 0
+        over.set()
+        thread.join()
+
+
+def test_a_server_that_is_told_to_end_while_it_loads_does_not_load_on(checkpoint):
+    stop_at_first_layer = (
+        "import os, time; from coterie.experts.server import holdings; load = holdings._load_layer; "
+        "holdings._load_layer = lambda *a: (os.kill(os.getpid(), 15), time.sleep(0.3), load(*a))[-1] "
+        "if a[1] == 0 else print('loaded', flush=True)"
+    )
+    with expert_server(checkpoint, prelude=stop_at_first_layer) as server:
+        assert server.process.wait(DEADLINE_S) == 0
+        assert server.url == ""  # it printed nothing
+
+
+def test_what_cannot_be_served_is_one_error(checkpoint):
+    result = CliRunner().invoke(serve, [str(checkpoint), "--experts", "0-8"])
+    assert "from 0 to 7" in str(result.exception)
+    with pytest.raises(ConfigError, match="slots is 0; it must be at least 1"):
+        ServeConfig(checkpoint, slots=0)
