@@ -4,6 +4,10 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
+# Tests wait for processes and sockets more than they compute: three side by side keep two cores busy.
+TEST_PROCESSES ?= 3
+PYTEST = $(BIN)/pytest -n $(TEST_PROCESSES)
+
 ENGINE ?= embedded
 DEMO_NEEDS = $(if $(filter vllm,$(ENGINE)),vllm-env,install)
 DEMO_SIZE_vllm = --requests 32 --concurrency 16 --rounds 1
@@ -30,10 +34,10 @@ check: install  ## format, lint, types, import layers
 	$(BIN)/lint-imports
 
 test: vllm-env  ## everything, real vLLM included (under 25 minutes on two cores)
-	$(BIN)/pytest
+	$(PYTEST)
 
 test-fast: install  ## what needs no vLLM and takes no minutes (under 90 s)
-	$(BIN)/pytest -m 'not vllm and not slow'
+	$(PYTEST) -m 'not vllm and not slow'
 
 demo: $(DEMO_NEEDS)  ## five policies on five workers of the embedded engine (a few minutes); ENGINE=vllm: real vLLM
 	@mkdir -p .demo

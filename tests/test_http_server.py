@@ -80,17 +80,19 @@ def test_a_second_request_that_does_not_end_is_cut_off_too(hurry):
     asyncio.run(story())
 
 
-def test_a_request_in_pieces_is_served_and_its_connection_lives_on_beyond_the_deadline(hurry):
+def test_a_request_in_pieces_is_served_and_its_connection_lives_on_beyond_the_deadline(monkeypatch):
+    monkeypatch.setattr(http_server, "REQUEST_S", 0.5)
+
     async def story():
         async with served() as (_, connect):
             reader, writer = await connect()
-            for _ in range(2):
+            for silence_s in (0.6, 0.0):  # longer than a request may take
                 for part in (ASK[:9], ASK[9:], b"ab", b"cd"):
                     writer.write(part)
                     await asyncio.sleep(0.005)
                 assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 OK")
                 assert await reader.readexactly(4) == b"abcd"
-                await asyncio.sleep(0.15)  # longer than a request may take
+                await asyncio.sleep(silence_s)
             writer.close()
 
     asyncio.run(story())

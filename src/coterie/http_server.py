@@ -129,6 +129,18 @@ class _Server(uvicorn.Server):
         """Overridden: wait for `stop` instead of looking ten times a second."""
         await self.stop.wait()
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Overridden: uvicorn sleeps for a tenth of a second, also where no connection is left to wait for."""
+        if self.server_state.connections or self.server_state.tasks:
+            await super().shutdown(sockets)
+            return
+        for listening in (*self.servers, *(sockets or ())):
+            listening.close()
+        with contextlib.suppress(TimeoutError):  # where a TLS handshake goes on
+            async with asyncio.timeout(self.config.timeout_graceful_shutdown):
+                for server in self.servers:
+                    await server.wait_closed()
+
 
 class _BoundedHttp(HttpToolsProtocol):
     """uvicorn's side of one connection, with an end to requests that do not end."""

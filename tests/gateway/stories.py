@@ -149,7 +149,7 @@ def post(body: bytes, path: str = COMPLETIONS, headers: str = "") -> bytes:
     return f"POST {path} HTTP/1.1\r\nhost: x\r\n{headers}content-length: {len(body)}\r\n\r\n".encode() + body
 
 
-async def eventually(condition: Callable[[], bool], within_s: float = 5.0) -> None:
+async def eventually(condition: Callable[[], bool], within_s: float = 20.0) -> None:
     """Wait until `condition` holds."""
     end_s = asyncio.get_running_loop().time() + within_s
     while not condition():

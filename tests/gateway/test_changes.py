@@ -363,7 +363,7 @@ async def test_limits_and_times_hold_from_the_reload_on_for_open_connections_too
 
 @story
 async def test_filters_can_be_switched_on_and_read_the_workers_from_then_on() -> None:
-    async with running(reading_interval_s=0.02) as cluster:
+    async with running(reading_interval_s=0.2) as cluster:
         for engine, usage in zip(cluster.decode, (0.95, 0.2, 0), strict=True):
             engine.metrics = (
                 b'vllm:kv_cache_usage_perc{} %g\nvllm:num_requests_waiting_by_reason{reason="capacity"} 0\n' % usage
@@ -389,16 +389,19 @@ async def test_whatever_comes_and_goes_every_request_is_answered_well() -> None:
                 reply = await cluster.post(STREAM if rng.random() < 0.5 else ASK)
                 statuses.append(reply.status == 200 and b'"error"' not in reply.body)
 
+        async def two_more() -> None:
+            seen = len(statuses)
+            await eventually(lambda: len(statuses) >= seen + 2)
+
         asking = [asyncio.create_task(ask()) for _ in range(8)]
         for step in range(40):
             with contextlib.suppress(InputError):  # the last worker stays
                 await _any_change(cluster, rng, step)
-            await asyncio.sleep(0.02)
+            await two_more()
             if not cluster.gateway.ready:
                 cluster.changes.drain(rng.choice(cluster.gateway.decode.targets).name, on=False)
         stop.set()
         await asyncio.gather(*asking)
-        assert len(statuses) > 50
         assert all(statuses)
 
 

@@ -113,6 +113,7 @@ def plan_with_worker(slots=2):
     plan = CountsPlan(layout(slots), BLOCK)
     worker = Slots.open(str(plan._path), layout(slots))
     worker.announce(GEOMETRY.layers)
+    plan.close()  # as its first step would: some tests take none
     return plan, worker
 
 

@@ -79,6 +79,7 @@ class ToyEngine:
         self.plan = CountsPlan(layout, BLOCK)
         self.worker_slots = Slots.open(str(self.plan._path), layout)
         self.worker_slots.announce(GEOMETRY.layers)
+        self.plan.close()  # as its first step would: some tests take none
         self.rows = Rows(blocks)
         self.truth: list[dict[int, tuple[int, ...]]] = [{} for _ in range(blocks)]
         self.content: list[tuple[int, ...] | None] = [None] * blocks  # prefix that a full block completes

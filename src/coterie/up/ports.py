@@ -10,13 +10,17 @@ _FREE_RANGE = range(20000, 32000)
 """Below the range from which Linux takes the ports of outgoing connections, so that none of those takes a
 port between its choice here and the moment, a minute later, when the server listens."""
 
+_STRIDE = 101
+"""Between the first ports of processes with neighbouring ids, so that those that start together do not choose alike;
+prime to the length of the range."""
+
 
 class PortChooser:
     """Hands out ports of 127.0.0.1, each at most once."""
 
     def __init__(self, start: int) -> None:
-        """Look for free ports from `start` on, a number below `len(_FREE_RANGE)` (the process id will do)."""
-        self._offset = start
+        """Look for free ports from a place that `start` gives, any whole number: the process id will do."""
+        self._offset = start * _STRIDE
         self._given: set[int] = set()
 
     def ports(self, first: int, count: int, what: str) -> list[int]:
