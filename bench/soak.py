@@ -124,6 +124,11 @@ class FaultScript(threading.Thread):
         except Exception as error:  # a thread's end is seen by nobody
             self.problem = error
 
+    def check(self) -> None:
+        """Raise if there are no more faults, since one could not be mended: the rest would show nothing."""
+        if self.problem:
+            sys.exit(f"a fault could not be mended: {self.problem!r}")
+
     def finish(self) -> None:
         """Let the present fault be mended, and end."""
         self._over.set()
@@ -238,7 +243,12 @@ def soak(folder: Path, minutes: float, load: float, every_s: float, seed: int, s
         faults, watch = FaultScript(cluster, every_s, seed), Watch(cluster.gateway.pid, result)
         watch.start()
         faults.start()
-        clients.arrivals(result.rate, 60 * minutes, rng, result, _every(15.0, lambda: show(_progress(result, faults))))
+
+        def tell() -> None:
+            faults.check()
+            show(_progress(result, faults))
+
+        clients.arrivals(result.rate, 60 * minutes, rng, result, _every(15.0, tell))
         faults.finish()
         result.left = _left(cluster, faults)
         watch.finish()
@@ -247,7 +257,8 @@ def soak(folder: Path, minutes: float, load: float, every_s: float, seed: int, s
 
 
 def _left(cluster: FaultCluster, faults: FaultScript) -> list[str]:
-    left = [f"a fault could not be mended: {faults.problem!r}"] if faults.problem else []
+    faults.check()
+    left = []
     for condition, what in (
         (cluster.all_available, "all workers in use"),
         (cluster.nothing_held, "no load counted and no KV held"),

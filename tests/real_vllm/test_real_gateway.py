@@ -368,11 +368,27 @@ def test_an_unknown_model_is_answered_by_the_worker_itself(cluster, profile, tra
         assert [model.id for model in client(url).models.list()] == ["tiny"]
 
 
+def test_the_load_generator_of_vllm_has_every_request_served(cluster, profile, trace, engine_env, tmp_path):
+    with gateway(cluster, "locality", profile, trace) as url:
+        command = [
+            engine_env / "bin" / "vllm", "bench", "serve", "--base-url", url, "--model", "tiny", "--tokenizer", TINY,
+            "--dataset-name", "random", "--random-input-len", "48", "--random-output-len", "12", "--ignore-eos",
+            "--num-prompts", "48", "--max-concurrency", "8", "--save-result", "--result-dir", tmp_path,
+            "--result-filename", "result.json",
+        ]  # fmt: skip
+        ran = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=300)
+        assert ran.returncode == 0, ran.stderr[-2000:]
+        until("no load is counted", lambda: not any(in_use(cluster, url).values()))
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert (result["completed"], result.get("failed", 0)) == (48, 0)
+    assert result["total_output_tokens"] == 48 * 12
+
+
 # --- servers that fail: the cluster's supervisor starts them again ----------------------------------
 
 FAST = {
-    "decode_policy": "round_robin", "log_requests": False, "prefill_timeout_s": 6, "first_byte_timeout_s": 6,
-    "idle_timeout_s": 6, "health_interval_s": 0.5, "health_timeout_s": 3, "breaker_most_open_s": 2,
+    "decode_policy": "round_robin", "log_requests": False, "prefill_timeout_s": 10, "first_byte_timeout_s": 10,
+    "idle_timeout_s": 10, "health_interval_s": 0.5, "health_timeout_s": 3, "breaker_most_open_s": 2,
 }  # fmt: skip
 STORY = {**GREEDY, **USAGE, "prompt": "The king said unto the people of the land", "max_tokens": 300}
 
