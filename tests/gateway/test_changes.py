@@ -261,6 +261,42 @@ async def test_a_worker_that_is_removed_amid_its_probe_leaves_no_kv_behind() -> 
         await eventually(lambda: cluster.names() == ["decode-0", "decode-1"])
 
 
+@story
+async def test_a_worker_is_probed_to_the_end_though_another_is_removed_meanwhile() -> None:
+    async with running(prefill=2, spare=1) as cluster:
+        begun, go_on = asyncio.Event(), asyncio.Event()
+
+        async def late(engine: FakeEngine, exchange: Exchange) -> None:
+            begun.set()
+            await go_on.wait()
+            await serve_well(engine, exchange)
+
+        cluster.prefill[0].answer = late
+        await cluster.changes.add("decode", cluster.decode[2].url)
+        await begun.wait()
+        await cluster.changes.remove("prefill-1")
+        await eventually(lambda: cluster.names("prefill") == ["prefill-0"])
+        go_on.set()
+        await cluster.available("decode-0", "decode-1", "decode-2")
+
+
+@story
+async def test_a_worker_joins_though_another_has_just_stopped_serving_its_model() -> None:
+    async with running(prefill=2, spare=1) as cluster:
+        cluster.prefill[1].models = []
+        gets = len(cluster.prefill[1].gets)
+        await eventually(lambda: len(cluster.prefill[1].gets) >= gets + 2)  # /health and /v1/models
+        await cluster.changes.add("decode", cluster.decode[2].url)
+        await cluster.available("decode-0", "decode-1", "decode-2")
+
+
+@story
+async def test_a_watch_that_fails_is_told_of(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running() as cluster:
+        monkeypatch.setattr(cluster.gateway.prober, "check", lambda worker: 1 / 0)
+        await eventually(lambda: "ZeroDivisionError" in caplog.text)
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [

@@ -66,9 +66,10 @@ class Prober:
             EngineError: it is not.
         """
         await self._get(worker, self._engine.health_path)
-        self.models[worker.name] = self._engine.model_ids(await self._get(worker, self._engine.models_path))
-        if not self.models[worker.name]:
+        models = self._engine.model_ids(await self._get(worker, self._engine.models_path))
+        if not models:
             raise ProbeError(worker, "serves no model", answered=True)
+        self.models[worker.name] = models
 
     async def admit(self, worker: Worker, others: Sequence[Worker]) -> None:
         """Let a healthy worker do its part with each of `others`, of the other role.
@@ -110,7 +111,7 @@ class Prober:
         decode.met.add(prefill.name)
 
     async def _prefill(self, worker: Worker) -> tuple[Call, Handoff]:
-        call = self._engine.probe(self.models[worker.name][0])
+        call = self._engine.probe(self._model(worker))
         reply = await self._post(worker, call, self._engine.prefill_body(call))
         try:
             handoff = self._engine.handoff(reply)
@@ -118,6 +119,11 @@ class Prober:
             raise ProbeError(worker, f"({worker.url}) is not set up: {error}", answered=True) from None
         self.geometries[worker.name] = self._geometry(handoff)
         return call, handoff
+
+    def _model(self, worker: Worker) -> str:
+        if worker.name not in self.models:
+            raise ProbeError(worker, "was removed meanwhile", answered=False)
+        return self.models[worker.name][0]
 
     def _geometry(self, handoff: Handoff) -> ModelGeometry | str:
         try:

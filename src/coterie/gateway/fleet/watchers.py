@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Coroutine
 from typing import Any
 
@@ -11,6 +12,8 @@ from coterie.gateway.fleet.health import Watch
 from coterie.gateway.fleet.readings import read
 from coterie.gateway.fleet.workers import Worker
 from coterie.gateway.gateway import Gateway
+
+_log = logging.getLogger("coterie.gateway")
 
 
 class Watchers:
@@ -22,7 +25,7 @@ class Watchers:
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
-        self._work = asyncio.create_task(work(gateway.decode))
+        self._work = _begun(work(gateway.decode))
         self._of: dict[Worker, list[asyncio.Task[None]]] = {}
 
     def follow(self) -> None:
@@ -33,7 +36,7 @@ class Watchers:
                 task.cancel()
         for worker in present:
             if worker not in self._of:
-                self._of[worker] = [asyncio.create_task(endless) for endless in self._endless(worker)]
+                self._of[worker] = [_begun(endless) for endless in self._endless(worker)]
 
     async def stop(self) -> None:
         """End all of it."""
@@ -45,3 +48,15 @@ class Watchers:
     def _endless(self, worker: Worker) -> list[Coroutine[Any, Any, None]]:
         watch = Watch(self._gateway, worker).run()
         return [watch, read(self._gateway, worker)] if worker.role == "decode" else [watch]
+
+
+def _begun(endless: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    task = asyncio.create_task(endless)
+    task.add_done_callback(_tell_of_fault)
+    return task
+
+
+def _tell_of_fault(task: asyncio.Task[None]) -> None:
+    """Nobody waits for these tasks: one that ends by a fault of the gateway's would end unseen."""
+    if not task.cancelled():
+        _log.error("%s has ended", task.get_coro(), exc_info=task.exception())
