@@ -58,6 +58,34 @@ async def test_expect_continue_is_answered_before_the_body() -> None:
         assert "expect" not in running.prefill[0].seen[0].headers
 
 
+@story
+async def test_expect_continue_behind_a_request_is_answered_after_its_reply() -> None:
+    async with cluster() as running, running.client() as client:
+        head, body = post(ASK, headers="Expect: 100-continue\r\n").split(b"\r\n\r\n")
+        client.send(post(STREAM) + head + b"\r\n\r\n")
+        assert (await client.reply()).body.endswith(b"data: [DONE]\n\n")
+        assert (await asyncio.wait_for(client.reply(), 5)).status == 100
+        client.send(body)
+        assert (await client.reply()).status == 200
+
+
+@story
+async def test_an_http_1_0_client_is_not_told_to_continue() -> None:
+    async with cluster() as running, running.client() as client:
+        head, body = post(ASK, headers="Expect: 100-continue\r\n").replace(b"/1.1", b"/1.0").split(b"\r\n\r\n")
+        client.send(head + b"\r\n\r\n")
+        await asyncio.sleep(0.05)
+        client.send(body)
+        assert (await client.reply()).status == 200
+
+
+@story
+async def test_white_space_around_a_value_is_no_part_of_it() -> None:
+    async with cluster() as running:
+        reply = await running.post(ASK, headers="X-Request-Id: \t mine \t\r\n")
+        assert (reply.status, reply.headers["x-request-id"]) == (200, "mine")
+
+
 @pytest.mark.parametrize("body", [ASK, STREAM])
 @story
 async def test_an_http_1_0_client_gets_a_body_without_chunks_and_a_closed_connection(body: bytes) -> None:

@@ -85,7 +85,9 @@ def test_a_response_head_is_read_with_its_framing() -> None:
     assert head.header(b"x-a") == b"b"
     assert head.header(b"none") == b""
     assert parse_response_head(b"HTTP/1.1 204 No\r\n\r\n").length == 0
+    assert parse_response_head(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n").keep_alive
     assert not parse_response_head(b"HTTP/1.1 200 OK\r\ncontent-length: 1\r\nconnection: close\r\n\r\n").keep_alive
+    assert not parse_response_head(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\nconnection: x, Close\r\n\r\n").keep_alive
     assert not parse_response_head(b"HTTP/1.0 200 OK\r\ncontent-length: 1\r\n\r\n").keep_alive
     endless = parse_response_head(b"HTTP/1.1 200 OK\r\n\r\n")
     assert (endless.length, endless.keep_alive) == (None, False)

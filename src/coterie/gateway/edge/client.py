@@ -217,8 +217,8 @@ class ClientConnection(asyncio.Protocol):
 
     __slots__ = (
         "_body", "_body_size", "_clients", "_closed", "_doorman", "_draining", "_handler", "_head_size", "_held",
-        "_in_head", "_loop", "_next", "_parser", "_partial", "_piece", "_piece_size", "_reply", "_task", "_transport",
-        "_unread", "_waiting", "_waiting_size", "deadline", "full",
+        "_in_head", "_loop", "_next", "_owes_continue", "_parser", "_partial", "_piece", "_piece_size", "_reply",
+        "_task", "_transport", "_unread", "_waiting", "_waiting_size", "deadline", "full",
     )  # fmt: skip
 
     def __init__(self, handler: Handler, doorman: Doorman, clients: Clients, loop: asyncio.AbstractEventLoop) -> None:
@@ -365,6 +365,7 @@ class ClientConnection(asyncio.Protocol):
         self._piece_size = 0
         self._head_size = 0
         self._in_head = True
+        self._owes_continue = False
 
     def _feed(self, data: bytes | memoryview) -> None:
         before, body_size, rest = self._next, self._body_size, memoryview(data)
@@ -417,7 +418,7 @@ class ClientConnection(asyncio.Protocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         """Called by the parser, for trailers too: they are dropped, as RFC 9110, section 6.5.1, asks for."""
         if self._in_head:
-            self._next.headers.append((name.lower(), value))
+            self._next.headers.append((name.lower(), value.rstrip(b" \t")))  # of what is before it, the parser did
 
     def on_headers_complete(self) -> None:
         """Called by the parser."""
@@ -433,7 +434,14 @@ class ClientConnection(asyncio.Protocol):
         self._check_head(request)
         self._doorman(request)
         self._check_body_size(int(request.header(b"content-length") or 0))
-        if not self.busy and (request.header(b"expect") or b"").lower() == b"100-continue":
+        if (request.header(b"expect") or b"").lower() == b"100-continue" and not request.http10:
+            self._owes_continue = True
+            self._invite()
+
+    def _invite(self) -> None:
+        """Let a client that waits for it send its body, once no reply is in the way."""
+        if self._owes_continue and not self.busy:
+            self._owes_continue = False
             self.write(_CONTINUE)
 
     def on_body(self, data: bytes) -> None:
@@ -536,7 +544,9 @@ class ClientConnection(asyncio.Protocol):
         else:
             if not self._unread:
                 self._transport.resume_reading()
-            self.deadline = self._loop.time() + self._clients.limits.idle_s
+            self._invite()
+            limits = self._clients.limits
+            self.deadline = self._loop.time() + (limits.request_s if self._partial else limits.idle_s)
 
     def _refuse(self, refused: RefusedError) -> None:
         """Answer a request that cannot be read on, then let what the client still sends run out.

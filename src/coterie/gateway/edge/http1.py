@@ -186,9 +186,15 @@ def _read_head(head: bytes) -> ResponseHead:
     empty = status < 200 or status in (204, 304)
     chunked = coding == b"chunked" and not empty
     length = 0 if empty else int(named[b"content-length"]) if b"content-length" in named and not chunked else None
-    keep_alive = (chunked or length is not None) and parser.should_keep_alive()
+    # Not by the parser: behind a body that is empty it has forgotten the head.
+    kept = parser.get_http_version() == "1.1" and not _closes(collector.headers)
+    keep_alive = kept and (chunked or length is not None)
     lines = b"".join([b"%b: %b\r\n" % header for header in end_to_end(collector.headers, _NOT_FROM_WORKERS)])
     return ResponseHead(status, tuple(collector.headers), chunked, length, keep_alive, lines)
+
+
+def _closes(headers: Iterable[Header]) -> bool:
+    return any(name == b"connection" and b"close" in value.lower() for name, value in headers)
 
 
 _remembered_head = lru_cache(maxsize=1024)(_read_head)

@@ -51,7 +51,8 @@ class Pool:
         self.heard_s = -math.inf
         self._host, self._port, self._prefix, tls = split_url(url)
         self._tls = worker_context(authorities) if tls else None
-        self._own_headers = f"host: {self._host}:{self._port}\r\n".encode() + headers
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        self._own_headers = f"host: {host}:{self._port}\r\n".encode() + headers
         self.connect_timeout_s = connect_timeout_s
         self.keep_idle_s = keep_idle_s
         self._idle: list[Upstream] = []
