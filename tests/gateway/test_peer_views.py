@@ -18,6 +18,7 @@ from coterie.gateway.peers.message import (
     figures_of,
     message_of,
     read_message,
+    write_message,
 )
 from coterie.gateway.peers.pace import Pace
 from coterie.routing import Ledger, Load
@@ -66,7 +67,7 @@ def said(loads, identity=ONE, sequence=1, batches=None, shape=None, **named):
     """A message as it arrives: through its bytes."""
     decode = {key: Load(requests, 10 * requests) for key, requests in zip(KEYS, loads, strict=False)}
     figures = Figures({}, decode, SHAPE if batches else shape, batches or {})
-    return read_message(msgspec.json.encode(message_of(figures, identity, sequence, **named)))
+    return read_message(write_message(message_of(figures, identity, sequence, **named)))
 
 
 def row(seed):
@@ -207,8 +208,8 @@ def test_a_gateway_may_come_to_have_more_workers_in_its_life_than_a_row_has_room
 def test_a_malformed_message_is_refused_by_name(change, words):
     body = msgspec.to_builtins(said([1]))
     with pytest.raises(WireError, match=words):
-        read_message(msgspec.json.encode({**body, **change}))
-    assert read_message(msgspec.json.encode(body)).version == VERSION
+        read_message(msgspec.msgpack.encode({**body, **change}))
+    assert read_message(write_message(said([1]))).version == VERSION
 
 
 def test_a_gateway_of_another_model_or_of_other_workers_is_refused(gateway):
@@ -251,7 +252,7 @@ def test_a_message_of_256_workers_of_a_large_model_is_within_the_bound():
     sums = np.full(58 * 256, -(1 << 30))
     keys = [key_of(str(i)) for i in range(256)]
     figures = Figures({}, {key: Load(1, 1) for key in keys}, (58, 256), dict.fromkeys(keys, (100, sums)))
-    assert len(msgspec.json.encode(message_of(figures, ONE, 1))) < MAX_MESSAGE_BYTES
+    assert len(write_message(message_of(figures, ONE, 1))) < MAX_MESSAGE_BYTES
 
 
 def test_changes_are_told_at_the_next_look_and_all_is_told_once_in_a_while():

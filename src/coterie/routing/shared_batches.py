@@ -253,8 +253,8 @@ class HeldBatches:
                     read = words.read(group) or last.get((token, group))
                     if read is not None and read[0]:
                         self._last[token, group] = read
-                        requests, sums = total.get(_unsigned(key), (0, 0))
-                        total[_unsigned(key)] = requests + read[0], sums + read[1]
+                        known = total.get(_unsigned(key))
+                        total[_unsigned(key)] = read if known is None else (known[0] + read[0], known[1] + read[1])
         return total
 
 

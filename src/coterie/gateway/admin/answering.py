@@ -13,10 +13,8 @@ from starlette.routing import Route
 
 from coterie.errors import InputError, WireError
 from coterie.gateway.admin.changes import NotServingError, UnknownWorkerError
-from coterie.gateway.admin.openapi import Operation
+from coterie.gateway.admin.openapi import JSON, Operation
 from coterie.gateway.edge.http1 import error_body
-
-_JSON = "application/json"
 
 
 def routes_of(operations: Sequence[Operation]) -> list[Route]:
@@ -74,8 +72,8 @@ def _read(operation: Operation, request: Request, body: bytes) -> Any:
         if body:
             raise HTTPException(400, f"{operation.method} {operation.path} takes no body")
         return None
-    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != _JSON:
-        raise HTTPException(415, f"the body must be sent as content-type: {_JSON}")
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != operation.media:
+        raise HTTPException(415, f"the body must be sent as content-type: {operation.media}")
     try:
         return operation.decode(body)
     except WireError as error:
@@ -86,11 +84,11 @@ def _read(operation: Operation, request: Request, body: bytes) -> Any:
 
 def json_reply(value: Any, status: int = 200) -> Response:
     """A value as JSON."""
-    return Response(msgspec.json.encode(value), status, media_type=_JSON)
+    return Response(msgspec.json.encode(value), status, media_type=JSON)
 
 
 def _error(status: int, message: str, kind: str, code: str | None = None) -> Response:
-    return Response(error_body(message, kind, code=code), status, media_type=_JSON)
+    return Response(error_body(message, kind, code=code), status, media_type=JSON)
 
 
 async def refused(request: Request, error: Exception) -> Response:

@@ -16,7 +16,7 @@ from coterie.errors import InputError
 from coterie.gateway.admin import api
 from coterie.gateway.admin.answering import HANDLERS, json_reply, routes_of
 from coterie.gateway.admin.changes import Changes
-from coterie.gateway.admin.openapi import Operation, document
+from coterie.gateway.admin.openapi import JSON, Operation, document
 from coterie.gateway.admin.peers import peer_operations
 from coterie.gateway.fleet.workers import Fleet, Worker
 from coterie.gateway.legs.pool import split_url
@@ -35,7 +35,7 @@ def admin_app(changes: Changes, exchange: Exchange | None = None) -> Starlette:
     described = msgspec.json.encode(document(operations))
 
     async def openapi(_: Request) -> Response:
-        return Response(described, media_type="application/json")
+        return Response(described, media_type=JSON)
 
     return Starlette(routes=[Route("/openapi.json", openapi), *routes_of(operations)], exception_handlers=HANDLERS)
 

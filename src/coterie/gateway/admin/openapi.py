@@ -18,14 +18,14 @@ MAX_BODY_BYTES = 64 << 10
 """Of most operations."""
 
 _REF = "#/components/schemas/{name}"
-_JSON = "application/json"
+JSON = "application/json"
 _ERRORS = {
     400: "The request is malformed.",
     403: "The request was made by a page of another site in somebody's browser.",
     404: "No worker has this name.",
     409: "Refused; the message says why. Nothing has changed.",
     413: "The body is too large.",
-    415: "The body is not said to be JSON.",
+    415: "The body is not said to be what it must be.",
     503: "The gateway is still starting.",
 }
 _OF_CHANGES = (400, 403, 413)
@@ -44,7 +44,8 @@ class Operation:
         replies: what it answers, by status; str for plain text, `Effective` for the settings with their generation.
         errors: statuses of its own errors.
         body: type of its body; None for none.
-        read: its body from bytes, where that is more than to decode the type; it may raise `WireError`.
+        media: of its body.
+        read: its body from bytes, where that is more than to decode JSON; it may raise `WireError`.
         max_bytes: of its body.
     """
 
@@ -55,6 +56,7 @@ class Operation:
     replies: Mapping[int, Any]
     errors: tuple[int, ...] = ()
     body: Any = None
+    media: str = JSON
     read: Callable[[bytes], Any] | None = None
     max_bytes: int = MAX_BODY_BYTES
 
@@ -108,11 +110,11 @@ def _operation(one: Operation, schema_of: Mapping[Any, Any]) -> dict[str, Any]:
             {"name": "name", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
         ]
     if one.body is not None:
-        found["requestBody"] = {"required": True, "content": {_JSON: {"schema": schema_of[one.body]}}}
+        found["requestBody"] = {"required": True, "content": {one.media: {"schema": schema_of[one.body]}}}
     return found
 
 
 def _reply(text: str, type_: Any, schema_of: Mapping[Any, Any]) -> dict[str, Any]:
     if type_ is str:
         return {"description": text, "content": {"text/plain": {"schema": {"type": "string"}}}}
-    return {"description": text, "content": {_JSON: {"schema": schema_of[type_]}}}
+    return {"description": text, "content": {JSON: {"schema": schema_of[type_]}}}

@@ -11,7 +11,7 @@ from coterie.gateway.admin.answering import json_reply
 from coterie.gateway.admin.openapi import Operation
 from coterie.gateway.peers.exchange import PATH, Exchange, Link
 from coterie.gateway.peers.heard import View
-from coterie.gateway.peers.message import MAX_MESSAGE_BYTES, Message, Taken, read_message
+from coterie.gateway.peers.message import MAX_MESSAGE_BYTES, MEDIA, Message, Taken, read_message
 
 
 def peer_operations(exchange: Exchange | None) -> tuple[Operation, ...]:
@@ -31,6 +31,7 @@ def peer_operations(exchange: Exchange | None) -> tuple[Operation, ...]:
             {200: Taken},
             (409,),
             Message,
+            media=MEDIA,
             read=read_message,
             max_bytes=MAX_MESSAGE_BYTES,
         ),

@@ -62,21 +62,30 @@ class Pool:
         """Whether a request is on its way."""
         return len(self.connections) > len(self._idle)
 
-    async def post(self, target: bytes, headers: bytes, body: Body, consumer: Consumer, patience: Patience) -> None:
+    async def post(
+        self,
+        target: bytes,
+        headers: bytes,
+        body: Body,
+        consumer: Consumer,
+        patience: Patience,
+        media: bytes = b"application/json",
+    ) -> None:
         """Post `body` and return when the reply is complete.
 
         Args:
             target: path and query.
             headers: complete header lines to send along.
-            body: a JSON body.
+            body: the body.
             consumer: takes the reply.
             patience: how long to wait for it.
+            media: type of the body.
 
         Raises:
             UpstreamError: the reply did not arrive whole.
         """
-        head = b"POST %b%b HTTP/1.1\r\n%b%bcontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
-        head = head % (self._prefix, target, self._own_headers, headers, len(body))
+        head = b"POST %b%b HTTP/1.1\r\n%b%bcontent-type: %b\r\ncontent-length: %d\r\n\r\n"
+        head = head % (self._prefix, target, self._own_headers, headers, media, len(body))
         await self._send(head, body, consumer, patience)
 
     async def get(self, target: bytes, headers: bytes, consumer: Consumer, patience: Patience) -> None:

@@ -21,7 +21,7 @@ from coterie.gateway.legs.pool import Pool
 from coterie.gateway.legs.upstream import Collected, Patience
 from coterie.gateway.metrics import Labelled
 from coterie.gateway.peers.heard import Heard, Own, View
-from coterie.gateway.peers.message import Message, Taken, message_of
+from coterie.gateway.peers.message import MEDIA, Message, Taken, message_of, write_message
 from coterie.gateway.peers.pace import Pace
 from coterie.routing.shared_load import Board
 
@@ -152,12 +152,12 @@ class Exchange(Collector):
 
     def _message(self, *, leaving: bool = False) -> bytes:
         self._sequence += 1
-        return msgspec.json.encode(message_of(self._own.figures(), self.identity, self._sequence, leaving=leaving))
+        return write_message(message_of(self._own.figures(), self.identity, self._sequence, leaving=leaving))
 
     async def _post(self, link: Link, body: bytes) -> None:
         reply = Collected(_MAX_REPLY_BYTES)
         try:
-            await link.pool.post(PATH.encode(), b"", body, reply, self._patience)
+            await link.pool.post(PATH.encode(), b"", body, reply, self._patience, MEDIA.encode())
             link.identity = _identity(reply)
         except EngineError as error:
             self._failed(link, str(error), "refused" if reply.complete else "failed")

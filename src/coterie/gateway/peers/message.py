@@ -23,6 +23,7 @@ from coterie.routing.shared_load import MOST_REQUESTS, MOST_TOKENS, MOST_WORKERS
 VERSION = 1
 """Of messages; gateways of different ones tell each other nothing."""
 
+MEDIA = "application/msgpack"
 MAX_MESSAGE_BYTES = 32 << 20
 """256 workers of a model of 58 x 256 experts, with room."""
 
@@ -109,6 +110,11 @@ def message_of(figures: Figures, identity: str, sequence: int, *, leaving: bool 
     return Message(VERSION, identity, sequence, _held(figures.prefill), _held(figures.decode), use, leaving)
 
 
+def write_message(message: Message) -> bytes:
+    """Its bytes, of media type `MEDIA`."""
+    return msgspec.msgpack.encode(message)
+
+
 def read_message(body: bytes) -> Message:
     """A message from its bytes; what it says is not yet checked, see `figures_of`.
 
@@ -116,12 +122,12 @@ def read_message(body: bytes) -> Message:
         WireError: they are none, or of another version.
     """
     try:
-        version = msgspec.json.decode(body, type=_Versioned).version
+        version = msgspec.msgpack.decode(body, type=_Versioned).version
         if version != VERSION:
             raise WireError(
                 f"version: the peer speaks {version}, this gateway {VERSION}; run the same version of coterie on both"
             )
-        return msgspec.json.decode(body, type=Message)
+        return msgspec.msgpack.decode(body, type=Message)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise WireError(f"the body: {error}") from None
 
