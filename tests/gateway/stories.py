@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 import json
+import socket
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
@@ -24,14 +25,18 @@ from coterie.gateway.server import serving
 COMPLETIONS = "/v1/completions"
 
 
-def story(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+def story(test: Callable[..., Awaitable[None]], within_s: float = 60) -> Callable[..., None]:
     """Run an asynchronous test in a loop of its own, for at most a minute."""
 
     @functools.wraps(test)
     def run(*args: Any, **kwargs: Any) -> None:
-        uvloop.run(asyncio.wait_for(test(*args, **kwargs), 60))
+        uvloop.run(asyncio.wait_for(test(*args, **kwargs), within_s))
 
     return run
+
+
+long_story = functools.partial(story, within_s=240)
+"""The same for one that starts many processes, which takes long where others are busy."""
 
 
 @dataclass
@@ -155,6 +160,13 @@ async def eventually(condition: Callable[[], bool], within_s: float = 20.0) -> N
     while not condition():
         assert asyncio.get_running_loop().time() < end_s, "it did not happen in time"
         await asyncio.sleep(0.01)
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody has now."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [one.getsockname()[1] for one in sockets]
 
 
 def configured(prefill: list[FakeEngine], decode: list[FakeEngine], **settings: Any) -> GatewayConfig:

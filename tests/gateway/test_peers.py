@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import socket
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -15,7 +14,7 @@ import numpy as np
 import pytest
 from certificates import Certificate, made
 from fake_engine import Kv
-from stories import Cluster, RawClient, configured, eventually, fakes, post, story
+from stories import Cluster, RawClient, configured, eventually, fakes, free_ports, post, story
 
 from coterie.core import ExpertCounts, ModelGeometry
 from coterie.engines.vllm_nixl import VllmNixl
@@ -25,13 +24,6 @@ from coterie.http_server import url_of
 
 BODY = b'{"model": "tiny", "prompt": "a b c", "max_tokens": %d, "stream": true}'
 QUICK = {"exchange_s": 0.08, "peer_timeout_s": 0.6}
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that nobody has now."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [one.getsockname()[1] for one in sockets]
 
 
 @contextlib.asynccontextmanager
