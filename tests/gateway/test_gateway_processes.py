@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from fake_engine import Kv
-from served import Serving, rest, served_by, started, streams
+from gateway_commands import Serving, rest, served_by, started, streams
 from stories import eventually, fakes, story
 
 from coterie.gateway.processes.parent import DEATHS_S, Deaths

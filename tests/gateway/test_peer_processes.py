@@ -8,7 +8,7 @@ import signal
 
 import pytest
 from fake_engine import Kv
-from served import Serving, served_by, streams
+from gateway_commands import Serving, served_by, streams
 from stories import fakes, free_ports, long_story
 
 pytestmark = pytest.mark.slow
