@@ -1,0 +1,77 @@
+"""A client of expert servers as a process of its own: computes all the time, compares, and says what it saw.
+
+    python expert_client.py MONITOR MODEL NAME
+
+Prints one JSON line each 50 ms: calls that succeeded, those that failed or were wrong, the longest call since the last
+line, and the servers in its table.
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+from coterie.experts.client import MonitoredDirectory, Patience, RemoteExperts
+from coterie.experts.protocol import Request
+from coterie.experts.server import ExpertServer, ModelingKernel, load_experts, parse_experts
+from coterie.experts.transport import SharedClient
+from coterie.modeling.expert_tensors import ExpertFiles
+
+SAY_S = 0.05
+PAUSE_S = 0.002  # so that clients leave something of the cores to others
+DEADLINE_S = 10.0
+TOKENS = 4
+DIFFERENT = 64  # inputs, whose sums are computed beforehand
+TOLERANCE = 1e-5  # of the largest value: partial sums are added in another order
+
+
+def main(monitor, folder, name):
+    files = ExpertFiles.open(Path(folder))
+    geometry, hidden = files.model.geometry, files.model.hidden
+    calls = list(with_sums(files, inputs(geometry, hidden)))
+    directory = MonitoredDirectory(monitor, geometry, name)
+    directory.await_all(time.monotonic() + 30)
+    experts = RemoteExperts(
+        geometry, hidden, directory, lambda server: SharedClient(Path(server.address)), patience=Patience(reply_s=0.2)
+    )
+    report = {"done": 0, "wrong": 0, "failed": [], "longest_s": 0.0}
+    said_s = time.monotonic()
+    while True:
+        (layer, rows, ids, weights), expected = calls[report["done"] % len(calls)]
+        began_s = time.monotonic()
+        try:
+            sums = experts.compute(layer, rows, ids, weights, began_s + DEADLINE_S)
+            report["done"] += 1
+            report["wrong"] += bool(np.abs(sums - expected).max() > TOLERANCE * np.abs(expected).max())
+        except Exception as error:
+            report["failed"].append(repr(error))
+        now_s = time.monotonic()
+        time.sleep(PAUSE_S)
+        report["longest_s"] = max(report["longest_s"], now_s - began_s)
+        if now_s - said_s >= SAY_S:
+            servers = sorted({server.address for server in directory.table().servers()})
+            print(json.dumps({**report, "servers": servers}), flush=True)
+            report["longest_s"], said_s = 0.0, now_s
+
+
+def inputs(geometry, hidden):
+    rng = np.random.default_rng(0)
+    for turn in range(DIFFERENT):
+        rows = rng.standard_normal((TOKENS, hidden)).astype(np.float32)
+        ids = np.array([rng.permutation(geometry.experts)[: geometry.top_k] for _ in rows], np.int32)
+        yield turn % geometry.layers, rows, ids, rng.random(ids.shape).astype(np.float32)
+
+
+def with_sums(files, calls):
+    """Each call with what the experts make of it in this process."""
+    kernel, held = ModelingKernel(), parse_experts("all", files.model.geometry)
+    server = ExpertServer(files.model, kernel, load_experts(files, held, kernel))
+    for layer, rows, ids, weights in calls:
+        (reply,) = server.compute([Request(layer, 0, 1, rows, ids, weights)])
+        yield (layer, rows, ids, weights), reply.sums
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
