@@ -6,8 +6,11 @@ from pathlib import Path
 import pytest
 
 from coterie.errors import ConfigError
-from coterie.up.config import PoolConfig, load_cluster_config
+from coterie.up.config import ExpertsConfig, PoolConfig, load_cluster_config
 from coterie.up.embedded_command import embedded_command
+from coterie.up.experts_command import expert_shares, monitor_command, server_command
+
+TINY = Path(__file__).parents[2] / "models" / "coterie-tiny"
 
 MINIMAL = """
 model: ./model
@@ -55,6 +58,37 @@ def test_the_embedded_engine_needs_no_environment_and_keeps_its_weights_in_the_r
     }
 
 
+EXPERTS = MINIMAL + "engine: embedded\nexperts: "
+
+
+def test_expert_servers_share_the_experts_so_that_several_stand_in_for_each(load, tmp_path):
+    config = load(EXPERTS + "{servers: 4, replicas: 2}\n")
+    assert config.experts == ExpertsConfig(servers=4, replicas=2)
+    assert expert_shares(config.experts, str(TINY)) == ["0-15,16-31", "16-31,32-47", "32-47,48-63", "0-15,48-63"]
+    assert expert_shares(ExpertsConfig(servers=3), str(TINY)) == ["0-20", "21-41", "42-63"]
+    assert expert_shares(ExpertsConfig(servers=2, replicas=2), str(TINY)) == ["0-31,32-63"] * 2
+    with pytest.raises(ConfigError, match="65 servers for 64 experts of a layer; use 64 at most"):
+        expert_shares(ExpertsConfig(servers=65), str(TINY))
+
+
+def test_expert_servers_and_engines_are_told_of_the_monitor(load, tmp_path):
+    config = load(EXPERTS + '{servers: 1, args: [--slots, "4"], env: {A: b}, monitor_port: 8100}\n')
+    url = "http://127.0.0.1:8100"
+    assert monitor_command("127.0.0.1", 8100)[3:] == ("experts", "monitor", "--host", "127.0.0.1", "--port", "8100")
+    command = server_command(config.experts, config.model, "experts-0", "0-63", url, "127.0.0.1", 8200)
+    assert command[3:6] == ("experts", "serve", config.model)
+    options = dict(zip(command[6::2], command[7::2], strict=True))
+    assert options == {
+        "--experts": "0-63",
+        "--name": "experts-0",
+        "--monitor": url,
+        "--host": "127.0.0.1",
+        "--port": "8200",
+        "--slots": "4",
+    }
+    assert ("--experts-from", url) == embedded_command(config, "decode", "127.0.0.1", 1, 2, url)[-2:]
+
+
 def test_everything_can_be_said(load, tmp_path):
     config = load("""
 model: org/name
@@ -96,6 +130,9 @@ gateway: {decode_policy: locality, profile: p.profile, port: 8100}
         ("model: ./model", "model: ./model\nengine: embedded\nengine_env: env", "engine_env is for vLLM; remove it"),
         ("model: ./model", "model: ./model\nports: {engine: 1}", "ports: unknown key 'engine'"),
         ("model: ./model", "model: ./model\nports: {engines: 70000}", "engines must be a whole number from 0 to 65535"),
+        ("model: ./model", "model: ./model\nexperts: {servers: 2}", "experts is for engine: embedded; remove it"),
+        (MINIMAL, EXPERTS + "{servers: 2, replicas: 3}", "replicas must be a whole number from 1 to 2, got 3"),
+        (MINIMAL, EXPERTS + "{servers: 2, replica: 1}", "experts: unknown key 'replica'"),
         ("model: ./model", "model: ./model\nnodes: 2", "cluster.yaml: unknown key 'nodes'"),
         ("model: ./model", "model: ./model\ngateway: 3", "gateway must be keys and values, got 3"),
         ("model: ./model", "model: ./model\ngateway: {taus: 1}", "cluster.yaml: gateway: .*unknown keys taus"),

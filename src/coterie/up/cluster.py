@@ -22,8 +22,9 @@ import yaml
 from coterie.core import Role
 from coterie.errors import ConfigError, EngineError
 from coterie.gateway.config import load_config
-from coterie.up.config import ClusterConfig
+from coterie.up.config import ClusterConfig, ExpertsConfig
 from coterie.up.embedded_command import embedded_command
+from coterie.up.experts_command import expert_shares, monitor_command, server_command
 from coterie.up.ports import PortChooser
 from coterie.up.priority import lower_polling_threads
 from coterie.up.processes import ProcessSpec, State, SupervisedProcess
@@ -40,7 +41,7 @@ class MemberStatus:
 
     Attributes:
         name: unique in the cluster.
-        role: prefill, decode or gateway.
+        role: prefill, decode, gateway, monitor or experts.
         url: where it serves.
         pid: leader of its process group; None while it does not run.
         state: see `processes.State`.
@@ -60,10 +61,10 @@ class Member:
     """A process of the cluster.
 
     Attributes:
-        role: prefill, decode or gateway.
+        role: prefill, decode, gateway, monitor or experts.
         url: where it serves.
         process: the process.
-        admin_url: a gateway's admin side; empty for engines.
+        admin_url: a gateway's admin side; empty for others.
     """
 
     role: str
@@ -93,6 +94,7 @@ class Cluster:
         self._supervisor = threading.Thread(target=self._supervise, name="coterie-up", daemon=True)
         self._calmed: set[int] = set()  # process groups whose polling threads gave way
         self._lock_file: IO[bytes] | None = None
+        self._monitor_url: str | None = None  # of the expert servers
 
     # --- what is there -------------------------------------------------------------------------------
 
@@ -118,6 +120,17 @@ class Cluster:
             raise ConfigError("this cluster runs no gateway; add `gateway:` to its file")
         return urls[-1]
 
+    @property
+    def monitor_url(self) -> str:
+        """Base URL of the expert servers' monitor.
+
+        Raises:
+            ConfigError: the cluster has none.
+        """
+        if self._monitor_url is None:
+            raise ConfigError("this cluster has no expert servers; add `experts:` to its file")
+        return self._monitor_url
+
     def members(self, role: str | None = None) -> list[Member]:
         """The processes, in order of their start; of one role, if given."""
         return [member for member in self._members if role in (None, member.role)]
@@ -128,15 +141,17 @@ class Cluster:
     # --- start ---------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start all processes and wait until they are ready.
+        """Start all processes and wait until they are ready: the monitor, expert servers, engines, the gateway.
 
         Raises:
             ConfigError: the engine's environment, a port or the run directory is not usable; nothing was started.
             EngineError: a process ended or was too slow; the message ends with its log.
         """
         self._lock_run_dir()
+        experts = list(self._expert_servers())
         engines = [*self._engines("prefill"), *self._engines("decode")]
         self._supervisor.start()
+        self._launch(experts)
         self._launch(engines)
         if self.config.gateway is not None:
             self.start_gateway(self.config.gateway)
@@ -166,11 +181,45 @@ class Cluster:
         self._launch([member])
         return member
 
+    def start_expert_server(self, name: str, experts: str) -> Member:
+        """Start one more expert server, and wait until it serves.
+
+        Args:
+            name: of the process and its log.
+            experts: which, as `coterie experts serve` is told.
+
+        Raises:
+            ConfigError: the cluster has no expert servers.
+            EngineError: it ended or was too slow; the message ends with its log.
+        """
+        monitor, config = self.monitor_url, self.config.experts
+        assert config is not None
+        member = self._expert_server(config, name, experts, monitor)
+        self._launch([member])
+        return member
+
     def stop_member(self, member: Member) -> None:
         """Stop one process and forget it."""
         with self._polling:
             self._members.remove(member)
         member.process.stop()
+
+    def _expert_servers(self) -> Iterator[Member]:
+        """The monitor, and the servers that register with it, if there are any; they may start side by side."""
+        config = self.config.experts
+        if config is None:
+            return
+        (port,) = self._ports.ports(config.monitor_port, 1, "experts: monitor_port")
+        url = self._monitor_url = f"http://{HOST}:{port}"
+        yield Member("monitor", url, SupervisedProcess(self._spec("monitor", monitor_command(HOST, port), url, {})))
+        for number, share in enumerate(expert_shares(config, self.config.model)):
+            yield self._expert_server(config, f"experts-{number}", share, url)
+
+    def _expert_server(self, config: ExpertsConfig, name: str, share: str, monitor: str) -> Member:
+        (port,) = self._ports.ports(0, 1, "experts")
+        url = f"http://{HOST}:{port}"
+        command = server_command(config, self.config.model, name, share, monitor, HOST, port)
+        return Member("experts", url, SupervisedProcess(self._spec(name, command, url, config.env)))
 
     def _engines(self, role: Role) -> Iterator[Member]:
         config = self.config
@@ -179,7 +228,7 @@ class Cluster:
         side = self._ports.ports(_nth(config.side_channel_port, role, config), pool.count, "ports: side_channels")
         for number, (port, side_port) in enumerate(zip(http, side, strict=True)):
             name, url = f"{role}-{number}", f"http://{HOST}:{port}"
-            command, env = _engine_command(config, role, port, side_port)
+            command, env = _engine_command(config, role, port, side_port, self._monitor_url)
             yield Member(role, url, SupervisedProcess(self._spec(name, command, url, {**env, **pool.env})))
 
     def _spec(self, name: str, command: Sequence[str], url: str, env: Mapping[str, str]) -> ProcessSpec:
@@ -258,7 +307,7 @@ class Cluster:
         """Stop everything, the last started first; a second Ctrl-C in here kills what is left at once."""
         try:
             self._end_supervision()
-            for role in ("gateway", "decode", "prefill"):
+            for role in ("gateway", "decode", "prefill", "experts", "monitor"):
                 self._stop_role(role)
         except KeyboardInterrupt:
             self.kill()
@@ -297,11 +346,11 @@ class Cluster:
 
 
 def _engine_command(
-    config: ClusterConfig, role: Role, port: int, side_port: int
+    config: ClusterConfig, role: Role, port: int, side_port: int, monitor: str | None
 ) -> tuple[tuple[str, ...], Mapping[str, str]]:
     """Command line and environment of one engine."""
     if config.engine == "embedded":
-        return embedded_command(config, role, HOST, port, side_port), {}
+        return embedded_command(config, role, HOST, port, side_port, monitor), {}
     return vllm_command(config, role, HOST, port), vllm_env(HOST, side_port)
 
 

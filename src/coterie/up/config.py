@@ -9,6 +9,7 @@ decode: {count: 2, args: [], env: {}}
 ports: {engines: 0, side_channels: 0}   # first of consecutive ports; 0 takes free ones at start
 run_dir: .coterie            # logs and generated files
 ready_timeout_s: 600
+experts: {servers: 4, replicas: 2, args: [], env: {}, monitor_port: 0}  # expert servers for embedded engines; optional
 gateway: {decode_policy: least_load}    # keys of `coterie serve`, without the workers; optional
 """
 
@@ -48,6 +49,25 @@ class PoolConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertsConfig:
+    """Expert servers, whose clients the engines are, and their monitor.
+
+    Attributes:
+        servers: how many.
+        replicas: how many of them have each expert.
+        monitor_port: of the monitor; 0 takes a free one.
+        args: arguments added to the servers' command line, after coterie's own (the last one wins).
+        env: environment variables added for the servers.
+    """
+
+    servers: int
+    replicas: int = 1
+    monitor_port: int = 0
+    args: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class ClusterConfig:
     """A local cluster; the module's docstring shows the file it is read from.
 
@@ -62,6 +82,7 @@ class ClusterConfig:
         engine_port: first of consecutive HTTP ports; 0 takes free ones.
         side_channel_port: first of consecutive ports by which engines hand over KV; 0 takes free ones.
         ready_timeout_s: the longest that the start of one process may take.
+        experts: expert servers that compute the engines' experts; None for engines that do so themselves.
         gateway: keys of `coterie serve` without the workers; None starts no gateway.
     """
 
@@ -75,6 +96,7 @@ class ClusterConfig:
     engine_port: int = 0
     side_channel_port: int = 0
     ready_timeout_s: float = 600.0
+    experts: ExpertsConfig | None = None
     gateway: Mapping[str, Any] | None = None
 
 
@@ -119,6 +141,7 @@ class _Section:
             engine_port=ports.number("engines", 0, 65535, default=0),
             side_channel_port=ports.number("side_channels", 0, 65535, default=0),
             ready_timeout_s=self.number("ready_timeout_s", 1, 86400, default=600),
+            experts=self.experts(engine),
             gateway=self.gateway(),
         )
         ports.finish()
@@ -131,6 +154,23 @@ class _Section:
         )
         self.finish()
         return pool
+
+    def experts(self, engine: EngineName) -> ExpertsConfig | None:
+        if "experts" not in self._left:
+            return None
+        if engine != "embedded":
+            raise ConfigError(f"{self._where}: experts is for engine: embedded; remove it, or choose that engine")
+        section = self.section("experts")
+        servers = section.number("servers", 1, _MAX_ENGINES)
+        config = ExpertsConfig(
+            servers=servers,
+            replicas=section.number("replicas", 1, servers, default=1),
+            monitor_port=section.number("monitor_port", 0, 65535, default=0),
+            args=section.texts("args"),
+            env=section.text_mapping("env"),
+        )
+        section.finish()
+        return config
 
     def finish(self) -> None:
         if self._left:

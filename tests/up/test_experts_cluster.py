@@ -1,0 +1,75 @@
+"""A cluster of embedded engines whose experts are in servers of their own."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from coterie.experts.monitor.calls import ask
+from coterie.experts.monitor.messages import Status
+from coterie.up.cluster import Cluster
+from coterie.up.config import load_cluster_config
+
+pytestmark = pytest.mark.slow
+
+TINY = Path(__file__).parents[2] / "models" / "coterie-tiny"
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("cluster")
+    (folder / "cluster.yaml").write_text(f"""
+model: {TINY}
+served_model_name: tiny
+engine: embedded
+prefill: {{count: 1, args: ["--kv-blocks", "100"]}}
+decode: {{count: 1, args: ["--kv-blocks", "100"]}}
+experts: {{servers: 2, replicas: 2}}
+gateway: {{decode_policy: least_load}}
+run_dir: {folder / "run"}
+""")
+    with Cluster(load_cluster_config(folder / "cluster.yaml", engine_env=Path("/nowhere"))) as running:
+        yield running
+
+
+def answer(cluster):
+    body = {"model": "tiny", "prompt": "Once upon a time", "max_tokens": 16, "temperature": 0, "ignore_eos": True}
+    reply = httpx.post(f"{cluster.gateway_url}/v1/completions", json=body, timeout=60, trust_env=False)
+    assert reply.status_code == 200, reply.text
+    return reply.json()["choices"][0]["text"]
+
+
+def serving(cluster):
+    return sorted(
+        row.name for row in ask(cluster.monitor_url, "GET", "/status", Status).servers if row.state == "serving"
+    )
+
+
+def until(look):
+    end_s = time.monotonic() + 60
+    while not look():
+        assert time.monotonic() < end_s, "it never came"
+        time.sleep(0.05)
+
+
+def test_a_server_that_is_killed_is_started_again_and_answers_stay_the_same(cluster):
+    text = answer(cluster)
+    assert serving(cluster) == ["experts-0", "experts-1"]
+    victim = cluster.members("experts")[0].process
+    os.killpg(victim.pid, signal.SIGKILL)
+    assert answer(cluster) == text
+    until(lambda: victim.restarts == 1 and serving(cluster) == ["experts-0", "experts-1"])
+    assert answer(cluster) == text
+
+
+def test_a_server_can_be_added_and_stopped_while_others_serve(cluster):
+    text = answer(cluster)
+    added = cluster.start_expert_server("experts-2", "0-31")
+    until(lambda: "experts-2" in serving(cluster))
+    assert answer(cluster) == text
+    cluster.stop_member(added)
+    until(lambda: serving(cluster) == ["experts-0", "experts-1"])
+    assert answer(cluster) == text
