@@ -154,6 +154,11 @@ def test_named_ports_are_consecutive_and_free_ones_differ():
         chooser.ports(first, 1, "x")
 
 
+def test_processes_that_start_together_choose_other_ports():
+    given = [chosen for pid in range(7000, 7010) for chosen in PortChooser(start=pid).ports(0, 20, "x")]
+    assert len(set(given)) == len(given)
+
+
 @pytest.fixture
 def up(config, tmp_path):
     """Command line of `coterie up` for one prefill and one decode engine."""
