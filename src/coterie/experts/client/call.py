@@ -52,6 +52,11 @@ class Call:
         ids: `[T, K]` experts of each token.
         weights: `[T, K]` what each expert's output is multiplied by.
         dtype: of `hidden`.
+
+    Attributes:
+        unsent: parts that wait for a server.
+        flying: parts that are at one.
+        failures: by server's name, why it did not compute a part.
     """
 
     def __init__(
@@ -61,6 +66,7 @@ class Call:
         self._hidden, self._weights, self._dtype = hidden, weights, dtype
         self.unsent = [whole(ids)]
         self.flying: list[Flight] = []
+        self.failures: dict[str, str] = {}
         self._summed: list[tuple[Part, Floats]] = []
 
     @property
@@ -83,9 +89,10 @@ class Call:
         self.flying.remove(flight)
         self._summed.append((flight.part, _widened(sums, self._dtype)))
 
-    def returned(self, flight: Flight) -> None:
+    def returned(self, flight: Flight, why: str) -> None:
         """The reply to a part will not come."""
         self.flying.remove(flight)
+        self.failures[flight.server.name] = why
         self.unsent.append(replace(flight.part, failed=True))
 
     def total(self) -> Floats:

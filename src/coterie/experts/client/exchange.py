@@ -8,7 +8,7 @@ from coterie.clock import Clock
 from coterie.errors import EngineError, GoneError, InputError, WireError
 from coterie.experts.client.call import Call, Flight
 from coterie.experts.client.links import Links
-from coterie.experts.client.parts import Floats, Part, choose, count, split
+from coterie.experts.client.parts import Floats, Part, choose, split
 from coterie.experts.client.probes import Probes
 from coterie.experts.client.standing import Servers, Standing
 from coterie.experts.client.table import Directory, RoutingTable, Server
@@ -31,7 +31,7 @@ class Patience:
         InputError: one is not positive.
     """
 
-    reply_s: float = 0.5
+    reply_s: float = 1.0
     probe_s: float = 0.5
 
     def __post_init__(self) -> None:
@@ -83,7 +83,7 @@ class Exchange:
     def cancel(self, call: Call) -> None:
         """Want nothing more of a call."""
         for flight in tuple(call.flying):
-            self._withdraw(call, flight)
+            self._withdraw(call, flight, "the call was given up")
 
     def close(self) -> None:
         """Leave all connections to others."""
@@ -127,6 +127,7 @@ class Exchange:
         table = self._directory.table()
         if table is not self._table:
             self._table = table
+            self._servers.updated(table.epoch)
             for server in self._servers.idle() - table.servers():
                 self._links.drop(server)
                 self._probes.drop(server)
@@ -153,7 +154,7 @@ class Exchange:
                 return False
             self._take(call, flight, reply)
         except (EngineError, WireError) as error:
-            call.returned(flight)
+            call.returned(flight, str(error))
             self._servers.ended(flight.server, flight.part.pairs)
             self._lose(flight.server, error)
         return True
@@ -170,7 +171,7 @@ class Exchange:
                 raise WireError(f"sums {reply.sums.shape} for {call.shape(flight.part)}")
             call.summed(flight, reply.sums)
         else:
-            call.returned(flight)
+            call.returned(flight, f"its experts changed at epoch {reply.epoch}")
             self._outdated(flight, reply)
         self._servers.ended(flight.server, flight.part.pairs)
         self._links.give_back(flight.server, flight.link)
@@ -192,20 +193,20 @@ class Exchange:
                 if self._servers.judge(flight.server, Standing.SUSPECT, why):
                     self._directory.doubt(flight.server, gone=False)
                 if self._others_can(call.layer, flight):
-                    self._withdraw(call, flight)
+                    self._withdraw(call, flight, why)
 
     def _others_can(self, layer: int, flight: Flight) -> bool:
         owners, epoch = self._table.owners[layer], self._table.epoch
-        return all(self._servers.is_good(owners[expert], epoch) for expert in count(flight.part))
+        return all(self._servers.is_good(owners[expert], epoch) for expert in flight.part.counts)
 
     def _probe(self) -> None:
         self._probes.hear()
         due = self._servers.to_probe(self._clock.now(), self._patience.probe_s)
         self._probes.start(due, self._table.epoch, self._me)
 
-    def _withdraw(self, call: Call, flight: Flight) -> None:
+    def _withdraw(self, call: Call, flight: Flight, why: str) -> None:
         flight.pending.withdraw()
-        call.returned(flight)
+        call.returned(flight, why)
         self._servers.ended(flight.server, flight.part.pairs)
         self._links.give_back(flight.server, flight.link)
 
@@ -221,10 +222,11 @@ class Exchange:
     def _explain(self, call: Call) -> str:
         """Which experts are missing, and what is thought of their servers."""
         parts = [*call.unsent, *(flight.part for flight in call.flying)]
-        experts = sorted({expert for part in parts for expert in count(part)})
+        experts = sorted({expert for part in parts for expert in part.counts})
         owners = {server for expert in experts for server in self._table.owners[call.layer][expert]}
         said = ", ".join(self._servers.describe(server, self._table.epoch) for server in sorted(owners))
+        failed = ", ".join(f"{name}: {why}" for name, why in call.failures.items())
         return (
             f"layer {call.layer}: no reply by the deadline for experts {experts[:8]}{'...' if experts[8:] else ''}; "
-            f"their servers, at epoch {self._table.epoch}: {said or 'none'}"
+            f"their servers, at epoch {self._table.epoch}: {said or 'none'}{failed and '; failed: '}{failed}"
         )

@@ -49,10 +49,13 @@ class MonitoredDirectory:
         Raises:
             EngineError: it is not so at this moment of `time.monotonic`; the message says what is missing.
         """
-        while problem := self._problem():
+        while True:
+            view, table = self._now  # once: what comes after it must end the wait
+            if (problem := self._problem(view, table)) is None:
+                return
             if time.monotonic() >= until_s:
                 raise EngineError(problem)
-            self.await_newer(self.table(), until_s)
+            self.await_newer(table, until_s)
 
     def doubt(self, server: Server, *, gone: bool) -> None:
         """Tell the monitor that a server does not reply."""
@@ -70,9 +73,8 @@ class MonitoredDirectory:
                 _log.error("expert server %s is of another model: %s", member.server.name, member.server.kind)
         self._now = view, routing_table(view, self._geometry, tokens=self.table().tokens)
 
-    def _problem(self) -> str | None:
+    def _problem(self, view: View, table: RoutingTable) -> str | None:
         """Why not every expert has a server."""
-        view, table = self._now
         lacking = [
             (layer, expert)
             for layer, owners in enumerate(table.owners)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ from coterie.experts.client.table import Owners, Server
 
 Ids = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float32]
+_FEW = 256  # pairs that are counted faster one by one
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -20,28 +22,40 @@ class Part:
     """Pairs that one server is to sum up.
 
     Attributes:
-        key: its first pair, counted over `[T, K]`.  Parts are added in this order, whoever computed them and when.
         rows: `[n]` tokens that have pairs in it, in ascending order; None for all.
         ids: `[n, K]` experts of these tokens; -1 in the place of pairs that are not in it.
-        pairs: how many there are.
+        counts: tokens of each expert in it.
         failed: whether some server failed it.
     """
 
-    key: int
     rows: npt.NDArray[np.intp] | None
     ids: Ids
-    pairs: int
+    counts: Mapping[int, int]
     failed: bool = False
+
+    @property
+    def pairs(self) -> int:
+        """How many there are."""
+        return sum(self.counts.values())
 
     @property
     def tokens(self) -> slice | npt.NDArray[np.intp]:
         """Index of its tokens, for arrays of all."""
         return slice(None) if self.rows is None else self.rows
 
+    @property
+    def key(self) -> tuple[int, int]:
+        """Its first pair, as token and place.  Parts are added in this order, whoever computed them and when."""
+        return 0 if self.rows is None else int(self.rows[0]), int((self.ids[0] >= 0).argmax())
+
 
 def whole(ids: Ids) -> Part:
     """All pairs of `ids [T, K]`."""
-    return _part(None, ids, ids.size)
+    if ids.size <= _FEW:
+        return Part(None, ids, Counter(ids.ravel().tolist()))
+    counts = np.bincount(ids.ravel())
+    experts = np.flatnonzero(counts)
+    return Part(None, ids, dict(zip(experts.tolist(), counts[experts].tolist(), strict=True)))
 
 
 def choose(part: Part, owners: Sequence[Owners], servers: Servers, epoch: int) -> dict[int, Server]:
@@ -57,54 +71,45 @@ def choose(part: Part, owners: Sequence[Owners], servers: Servers, epoch: int) -
         servers: what is thought of them.
         epoch: of the table that `owners` are from.
     """
-    counts = count(part)
-    usable = {expert: servers.usable(owners[expert], epoch) for expert in counts}
+    usable = {expert: servers.usable(owners[expert], epoch) for expert in part.counts}
     if part.failed and (common := set.intersection(*map(set, usable.values()))):
-        return dict.fromkeys(counts, min(common, key=servers.load))
+        return dict.fromkeys(usable, min(common, key=servers.load))
+    chosen = {expert: some[0] for expert, some in usable.items() if len(some) == 1}
+    if len(chosen) == len(usable):
+        return chosen
     given: dict[Server, int] = {}
+    for expert, server in chosen.items():
+        given[server] = given.get(server, 0) + part.counts[expert]
 
     def load(server: Server) -> tuple[int, int]:
         in_flight, turn = servers.load(server)
         return in_flight + given.get(server, 0), turn
 
-    chosen = {}
-    for expert in sorted(counts, key=lambda expert: (len(usable[expert]) > 1, -counts[expert], expert)):
-        if usable[expert]:
-            server = chosen[expert] = min(usable[expert], key=load)
-            given[server] = given.get(server, 0) + counts[expert]
+    shared = [expert for expert, some in usable.items() if len(some) > 1]
+    for expert in sorted(shared, key=lambda expert: (-part.counts[expert], expert)):
+        server = chosen[expert] = min(usable[expert], key=load)
+        given[server] = given.get(server, 0) + part.counts[expert]
     return chosen
-
-
-def count(part: Part) -> dict[int, int]:
-    """Tokens of each expert in a part."""
-    counts = np.bincount(part.ids.ravel() + 1)  # the first one counts what is not in the part
-    experts = np.flatnonzero(counts[1:])
-    return dict(zip(experts.tolist(), counts[experts + 1].tolist(), strict=True))
 
 
 def split(part: Part, chosen: Mapping[int, Server]) -> list[tuple[Part, Server | None]]:
     """Divide a part by server; pairs of experts without one, if there are any, make a part for None."""
-    experts = count(part)
-    targets = list(dict.fromkeys(chosen.get(expert) for expert in experts))
-    if len(targets) == 1:
-        return [(part, targets[0])]
-    place = np.full(max(experts) + 2, -1)  # the last one is where -1 points
-    for expert in experts:
-        place[expert] = targets.index(chosen.get(expert))
-    at = place[part.ids]
-    return [(_piece(part, at == number), target) for number, target in enumerate(targets)]
+    groups: dict[Server | None, dict[int, int]] = {}
+    for expert, tokens in part.counts.items():
+        groups.setdefault(chosen.get(expert), {})[expert] = tokens
+    if len(groups) == 1:
+        return [(part, target) for target in groups]
+    number_of = np.full(max(part.counts) + 2, -1)  # the last one is where -1 points
+    for number, counts in enumerate(groups.values()):
+        number_of[list(counts)] = number
+    at = number_of[part.ids]
+    return [(_piece(part, at == number, counts), target) for number, (target, counts) in enumerate(groups.items())]
 
 
-def _piece(part: Part, mine: npt.NDArray[np.bool_]) -> Part:
+def _piece(part: Part, mine: npt.NDArray[np.bool_], counts: Mapping[int, int]) -> Part:
     rows = np.flatnonzero(mine.any(axis=1))
     ids = np.where(mine[rows], part.ids[rows], np.int32(-1))
-    return _part(rows if part.rows is None else part.rows[rows], ids, int(mine.sum()))
-
-
-def _part(rows: npt.NDArray[np.intp] | None, ids: Ids, pairs: int) -> Part:
-    top_k = ids.shape[1]
-    first = 0 if rows is None else int(rows[0])
-    return Part(first * top_k + int((ids[0] >= 0).argmax()), rows, ids, pairs)
+    return Part(rows if part.rows is None else part.rows[rows], ids, counts)
 
 
 def total(tokens: int, sums: Iterable[tuple[Part, Floats]]) -> Floats:

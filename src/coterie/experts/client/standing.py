@@ -37,7 +37,6 @@ class _Seen:
     why: str = ""
     in_flight: int = 0  # pairs of token and expert
     turn: int = 0  # when it was last asked, counted in requests
-    needs_epoch: int = 0  # of a table that says what it holds
     probed_s: float = -float("inf")
 
 
@@ -47,19 +46,20 @@ class Servers:
     def __init__(self) -> None:
         self._seen: dict[Server, _Seen] = {}
         self._doubted: set[Server] = set()
+        self._outdated: dict[Server, int] = {}  # epoch of the table that is needed to ask it
         self._turns = 0
 
     def standing(self, server: Server) -> Standing:
         """What is thought of it."""
         return self._of(server).standing
 
-    def usable(self, owners: Owners, epoch: int) -> list[Server]:
+    def usable(self, owners: Owners, epoch: int) -> Owners:
         """Those of the best standing among owners that can be asked by a table of this epoch."""
-        known = [server for server in owners if self._of(server).needs_epoch <= epoch]
-        if len(known) < 2 or not self._doubted:
-            return known
-        best = min(map(self.standing, known))
-        return [server for server in known if self.standing(server) is best]
+        if not self._doubted and not self._outdated:
+            return owners
+        known = [server for server in owners if self._outdated.get(server, 0) <= epoch]
+        best = min(map(self.standing, known), default=Standing.GOOD)
+        return tuple(server for server in known if self.standing(server) is best)
 
     def is_good(self, owners: Owners, epoch: int) -> bool:
         """Whether a good one is among the owners."""
@@ -96,8 +96,11 @@ class Servers:
 
     def outdated(self, server: Server, epoch: int) -> None:
         """It refused a request: a table of this epoch, or later, is needed to ask it again."""
-        seen = self._of(server)
-        seen.needs_epoch = max(seen.needs_epoch, epoch)
+        self._outdated[server] = max(self._outdated.get(server, 0), epoch)
+
+    def updated(self, epoch: int) -> None:
+        """There is a table of this epoch."""
+        self._outdated = {server: needed for server, needed in self._outdated.items() if needed > epoch}
 
     def to_probe(self, now_s: float, every_s: float) -> list[Server]:
         """Servers that are not good and have no request, whose last probe was long ago; they count as probed now."""
@@ -109,13 +112,14 @@ class Servers:
     def describe(self, server: Server, epoch: int) -> str:
         """Its name, and what speaks against it."""
         seen = self._of(server)
-        if seen.needs_epoch > epoch:
-            return f"{server.name} (its experts changed at epoch {seen.needs_epoch}; the table is of {epoch})"
+        if (needed := self._outdated.get(server, 0)) > epoch:
+            return f"{server.name} (its experts changed at epoch {needed}; the table is of {epoch})"
         return f"{server.name} ({seen.standing.name.lower()}{seen.why and ': '}{seen.why})"
 
     def forget(self, server: Server) -> None:
         """No table names it any more."""
         self._seen.pop(server, None)
+        self._outdated.pop(server, None)
         self._doubted.discard(server)
 
     @staticmethod

@@ -25,6 +25,9 @@ class Server:
     name: str
     address: str
 
+    def __hash__(self) -> int:
+        return hash(self.address)  # of a text, which remembers it: servers are looked up at every request
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RoutingTable:
