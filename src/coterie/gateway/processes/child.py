@@ -17,10 +17,13 @@ from starlette.types import ASGIApp
 from coterie.engines.base import Engine
 from coterie.errors import CoterieError, WireError
 from coterie.gateway.config import GatewayConfig
+from coterie.gateway.edge.http1 import error_body
 from coterie.gateway.processes.control import Answer, Ask, Ready, Setup, receive, send
 from coterie.gateway.processes.seat import Seat
 from coterie.gateway.server import Serving, allow_descriptors, serving_on, until_told
 from coterie.http_server import address_url, reserve, url_of
+
+_ADMIN = "http://admin"
 
 
 def run_process(descriptor: int, engine: Engine, describe: Callable[[Serving], Sequence[str]]) -> None:
@@ -85,9 +88,7 @@ async def _answer_all(app: ASGIApp, reader: asyncio.StreamReader, writer: asynci
     """Let the admin side answer what the first process asks; when that is gone, stop as if told to."""
     try:
         async with (
-            httpx.AsyncClient(
-                transport=httpx.ASGITransport(app, raise_app_exceptions=False), base_url="http://admin"
-            ) as client,
+            httpx.AsyncClient(transport=httpx.ASGITransport(app, raise_app_exceptions=False)) as client,
             asyncio.TaskGroup() as answers,
         ):
             while True:
@@ -97,5 +98,10 @@ async def _answer_all(app: ASGIApp, reader: asyncio.StreamReader, writer: asynci
 
 
 async def _answer(client: httpx.AsyncClient, ask: Ask, writer: asyncio.StreamWriter) -> None:
-    reply = await client.request(ask.method, ask.target, headers=ask.headers, content=ask.body)
-    send(writer, Answer(ask.number, reply.status_code, reply.headers.raw, reply.content))
+    try:
+        reply = await client.request(ask.method, _ADMIN + ask.target, headers=ask.headers, content=ask.body)
+    except httpx.InvalidURL as error:  # whoever asked made it up; it must not end the answers to others
+        body = error_body(f"no path of the admin side: {error}", "not_found_error")
+        send(writer, Answer(ask.number, 404, [(b"content-type", b"application/json")], body))
+    else:
+        send(writer, Answer(ask.number, reply.status_code, reply.headers.raw, reply.content))

@@ -65,7 +65,7 @@ def together_app(group: Together, exchange: Exchange | None = None) -> Starlette
         answers = await _ask_all(group, request, body)
         if not answers:
             return _error(503, "no process answers", "unavailable_error")
-        path = request.url.path
+        path = request.scope["path"]
         if path == "/health":
             return _first(answers, lambda answer: answer.status == 200)
         refused = [answer for answer in answers.values() if answer.status >= 400]
@@ -93,7 +93,8 @@ async def _body(request: Request) -> bytes | None:
 
 async def _ask_all(group: Together, request: Request, body: bytes) -> dict[int, Answer]:
     """The answers of those that answer, by number."""
-    target = request.url.path + (f"?{request.url.query}" if request.url.query else "")
+    path, query = request.scope["raw_path"].decode("latin-1"), request.scope["query_string"].decode("latin-1")
+    target = f"{path}?{query}" if query else path
     headers = [(name, value) for name, value in request.headers.raw if name != b"content-length"]
     members = dict(sorted(group.members.items()))
     answers = await asyncio.gather(*(one.ask(request.method, target, headers, body) for one in members.values()))
