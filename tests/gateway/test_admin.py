@@ -112,6 +112,31 @@ async def test_what_is_wrong_is_refused_and_changes_nothing(
         assert running.changes.generation == 1
 
 
+@pytest.mark.parametrize(
+    ("host", "taken"),
+    [
+        ("localhost", True),
+        ("LOCALHOST:8001", True),
+        ("127.0.0.1:8001", True),
+        ("[::1]:8001", True),
+        ("evil.example", False),
+        ("evil.example:8001", False),
+        ("127.0.0.1.evil.example", False),
+        ("[evil.example]", False),
+        ("", False),
+    ],
+)
+@story
+async def test_without_a_key_a_page_whose_name_stands_for_this_machine_is_refused(host: str, taken: bool) -> None:
+    async with administered() as (running, admin):
+        headers = {"host": host, "origin": f"http://{host}"}
+        reply = await admin.post("/workers/decode-0/drain", headers=headers)
+        assert reply.status_code == (200 if taken else 403)
+        assert bool(running.gateway.decode.workers["decode-0"].problems) is taken
+        assert (await admin.get("/workers", headers=headers)).status_code == reply.status_code
+        assert (await admin.get("/health", headers=headers)).status_code == 200
+
+
 @story
 async def test_all_methods_of_a_path_are_told_and_pages_of_its_own_may_ask() -> None:
     async with administered() as (running, admin):

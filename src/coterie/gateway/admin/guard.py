@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import os
 import socket
+from collections.abc import Mapping
 
 from starlette.datastructures import Headers
 from starlette.responses import Response
@@ -33,20 +35,46 @@ def serving_admin(
     """
     keys = read_admin_keys(config, os.environ)
     tls = server_context(config.tls_cert, config.tls_key) if config.admin_tls and config.tls_cert else None
-    return serving_app(app if keys is None else guarded(app, keys), listener, grace_s=_GRACE_S, tls=tls)
+    guard = by_address(app) if keys is None else guarded(app, keys)
+    return serving_app(guard, listener, grace_s=_GRACE_S, tls=tls)
+
+
+def by_address(app: ASGIApp) -> ASGIApp:
+    """The same application, for those alone who ask for it by an address of this machine.
+
+    A page of another site can have its own name stand for 127.0.0.1: to a browser on this machine, the admin side is
+    then of that page's origin (DNS rebinding).  The name that was asked for is what gives it away.
+    """
+    refused = _refusal(
+        403,
+        "without a key, the admin side is asked for as 127.0.0.1 or localhost; for another name give it a key, with "
+        "--admin-key-env",
+        "unknown_host",
+    )
+
+    async def guard(scope: Scope, receive: Receive, send: Send) -> None:
+        allowed = scope["path"] in OPEN_PATHS or _is_address(Headers(scope=scope).get("host", "localhost"))
+        await (app if allowed else refused)(scope, receive, send)
+
+    return guard
+
+
+def _is_address(authority: str) -> bool:
+    name = authority.rpartition("]")[0].removeprefix("[") or authority.partition(":")[0]
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return name.lower() == "localhost"
+    return True
 
 
 def guarded(app: ASGIApp, keys: KeyRing) -> ASGIApp:
     """The same application, for those alone who show one of the keys."""
-    refused = Response(
-        error_body(
-            "the admin side wants its key: send `Authorization: Bearer KEY`",
-            "invalid_request_error",
-            code="invalid_api_key",
-        ),
+    refused = _refusal(
         401,
+        "the admin side wants its key: send `Authorization: Bearer KEY`",
+        "invalid_api_key",
         {"www-authenticate": "Bearer"},
-        "application/json",
     )
 
     async def guard(scope: Scope, receive: Receive, send: Send) -> None:
@@ -55,3 +83,7 @@ def guarded(app: ASGIApp, keys: KeyRing) -> ASGIApp:
         await (app if allowed else refused)(scope, receive, send)
 
     return guard
+
+
+def _refusal(status: int, message: str, code: str, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(error_body(message, "invalid_request_error", code=code), status, headers, "application/json")
