@@ -78,6 +78,8 @@ def test_what_changed_is_told_and_what_is_fixed_may_not() -> None:
     old = GatewayConfig(**URLS, tls_cert="cert.pem")
     assert changed(old, replace(old)) == []
     assert changed(old, replace(old, tau=0.2, log_requests=False)) == ["tau", "log_requests"]
+    assert changed(old, replace(old, decode_policy="marginal")) == []  # it is by default
+    assert changed(old, replace(old, decode_policy="random")) == ["decode_policy"]
     for name in [name for name, field in FIELDS.items() if field.metadata["fixed"]]:
         other = "::1" if name.endswith("host") else other_than(getattr(old, name))
         with pytest.raises(ConfigError, match=f"^{name}: cannot change from .* restart it"):

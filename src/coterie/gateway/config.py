@@ -237,7 +237,7 @@ def changed(old: GatewayConfig, new: GatewayConfig) -> list[str]:
     Raises:
         ConfigError: one of them is fixed while the gateway runs.
     """
-    names = [name for name in FIELDS if getattr(old, name) != getattr(new, name)]
+    names = [name for name in FIELDS if _in_effect(old, name) != _in_effect(new, name)]
     for name in names:
         if FIELDS[name].metadata["fixed"]:
             raise ConfigError(
@@ -245,6 +245,10 @@ def changed(old: GatewayConfig, new: GatewayConfig) -> list[str]:
                 "restart it, or undo that change"
             )
     return names
+
+
+def _in_effect(config: GatewayConfig, name: str) -> Any:
+    return config.resolved_decode_policy if name == "decode_policy" else getattr(config, name)
 
 
 def _check_urls(role: str, urls: tuple[str, ...]) -> None:

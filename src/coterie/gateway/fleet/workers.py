@@ -10,13 +10,14 @@ from typing import Literal
 
 from coterie.clock import Clock
 from coterie.core import Decision, Role, RouteRequest, WorkerState
-from coterie.errors import NoWorkerError
+from coterie.errors import ConfigError, NoWorkerError
 from coterie.gateway.config import GatewayConfig
 from coterie.gateway.edge.access import NO_ACCESS, Access
 from coterie.gateway.fleet.breaker import Breaker, BreakerRules
 from coterie.gateway.legs.pool import Address, Pool, plain_url, split_url
 from coterie.gateway.processes.seat import Seat
 from coterie.routing import Filter, KvHeadroom, Ledger, Policy, Sharing, no_queue, random_stream, route
+from coterie.routing.shared_load import MOST_WORKERS
 
 RETRY_AFTER_S = 3
 """When to ask again after workers whom health checks have taken out."""
@@ -124,6 +125,7 @@ class Fleet:
         self.workers: dict[str, Worker] = {}
         self._names: dict[Address, str] = {}  # of all that there ever were
         self._access = access
+        self._seat = seat
         self.targets: tuple[Worker, ...] = self.at(urls, config)
         self._place(self.targets)
         self.ledger = Ledger(
@@ -132,7 +134,6 @@ class Fleet:
             sessions=config.keep_sessions if role == "decode" else 0,
             others=None if seat is None else seat.others(role, self._url_of),
         )
-        self._seat = seat
         self._policy: Policy | None = None
         self._rng = random_stream(config.seed, role, process=0 if seat is None else seat.process)
         self.configure(config)
@@ -212,11 +213,16 @@ class Fleet:
         """The workers at these URLs: those that are here, and new ones for the rest.  Nothing changes yet.
 
         Raises:
-            ConfigError: a URL is none.
+            ConfigError: a URL is none, or there were too many.
         """
         names = dict(self._names)
         for url in urls:
             names.setdefault(split_url(url), f"{self.role}-{len(names)}")
+        if self._seat is not None and len(names) > MOST_WORKERS:
+            raise ConfigError(
+                f"{self.role}: more than {MOST_WORKERS} different workers since the start, which is all that processes "
+                "can show each other; restart the gateway"
+            )
         named = [(names[split_url(url)], url) for url in urls]
         return tuple(
             self.workers.get(name) or Worker(name, self.role, url, config, self._access) for name, url in named

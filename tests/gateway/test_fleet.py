@@ -1,0 +1,26 @@
+"""The workers of one role, in a process that shares its view of them."""
+
+from __future__ import annotations
+
+import pytest
+from stories import story
+
+from coterie.clock import SystemClock
+from coterie.errors import ConfigError
+from coterie.gateway.config import GatewayConfig
+from coterie.gateway.fleet.workers import Fleet, states_of
+from coterie.gateway.processes.seat import Seat
+from coterie.routing import make_policy
+from coterie.routing.shared_load import MOST_WORKERS, Board
+
+
+@story
+async def test_more_workers_than_processes_can_show_each_other_are_refused_before_anything_changes() -> None:
+    config = GatewayConfig(prefill=("http://p:1",), decode=("http://d:1",))
+    fleet = Fleet("decode", config.decode, config, SystemClock(), seat=Seat(0, Board(bytearray(Board.size(1)), 1)))
+    most = fleet.at([f"http://d:{i}" for i in range(1, MOST_WORKERS + 1)], config)
+    fleet.retarget(most, make_policy("round_robin", states_of(most)))
+    with pytest.raises(ConfigError, match=r"decode: more than 1023 different workers .* restart the gateway"):
+        fleet.at(["http://d:9999"], config)
+    assert fleet.targets == most
+    assert fleet.at(["http://d:1"], config) == most[:1]
