@@ -25,6 +25,7 @@ import binascii
 import io
 import math
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -104,7 +105,7 @@ def decode_counts(envelope: object) -> ExpertCounts:
                 f"counts envelope: {name} must be a whole number of at most {MAX_COUNT}, got {_brief(fields[name])}"
             )
     try:
-        geometry = ModelGeometry(fields["layers"], fields["experts"], fields["top_k"])
+        geometry = _geometry(fields["layers"], fields["experts"], fields["top_k"])
     except InputError as error:
         raise WireError(f"counts envelope: {error}") from None
     size = geometry.layers * geometry.experts * dtype.itemsize
@@ -124,11 +125,15 @@ def _check_fields(envelope: object) -> Mapping[str, Any]:
             f"counts envelope: version {_brief(envelope.get('v'))} is not {VERSION}; "
             "install the same coterie release in the gateway and in the engines"
         )
+    if envelope.keys() == _FIELDS:
+        return envelope
     if missing := _FIELDS - envelope.keys():
         raise WireError(f"counts envelope: missing {', '.join(sorted(missing))}")
-    if unknown := envelope.keys() - _FIELDS:
-        raise WireError(f"counts envelope: unknown fields {_brief(sorted(map(str, unknown)))}")
-    return envelope
+    unknown = envelope.keys() - _FIELDS
+    raise WireError(f"counts envelope: unknown fields {_brief(sorted(map(str, unknown)))}")
+
+
+_geometry = lru_cache(maxsize=64)(ModelGeometry)  # a second's envelopes are of one or two models
 
 
 def _decode_base64(text: object, size: int, most: int, what: str) -> npt.NDArray[np.uint8]:

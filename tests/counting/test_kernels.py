@@ -130,8 +130,8 @@ def test_batches_are_what_their_formulas_say(kernel, n, seed):
     batches, rng = kernel.batches(3, n), np.random.default_rng(seed)
     present, came = [usages(n, seed + i) for i in range(4)], []
     for number, usage in enumerate(present, start=1):
-        idle = batches.grow(1, kernel.row(usage))
-        batches.blend(1, usage, number)
+        row, idle = batches.join(1, usage, number)
+        assert (row == kernel.row(usage)).all()
         came.append(usage.astype(float))
     exact = np.prod([1 - usage for usage in came], axis=0)
     assert idle == pytest.approx(exact.sum(), abs=1e-4 * n**0.5)
@@ -164,9 +164,8 @@ def test_compiled_code_differs_from_numpy_by_rounding_alone_and_all_of_it_is_ali
     plain, *others = results = [], *([] for _ in COMPILED)
     for kernel, found in zip([NumpyKernel(), *COMPILED], results, strict=True):
         batches = kernel.batches(2, n)
+        found += [batches.join(1, usages(n, seed + i), i)[1] for i in (1, 2)]
         found.append(batches.grow(1, rows[-1]))
-        batches.blend(1, usages(n, seed + 1), 1)
-        batches.blend(1, usages(n, seed + 2), 2)
         batches.compose(1, 0.7, 2.0)
         found += batches.products(usages(n, seed + 3)).tolist()
     assert all((rows[0] == row).all() for row in rows[:-1])

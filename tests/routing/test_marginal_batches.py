@@ -20,10 +20,7 @@ def test_usage_is_the_share_of_tokens_and_never_quite_certain():
 
 
 def join(batches, group, *shares):
-    one = usage(*shares)
-    row = row_of(one)
-    batches.join(group, one, row)
-    return row
+    return batches.join(group, usage(*shares))
 
 
 def test_active_experts_are_the_union_that_is_expected():
@@ -125,7 +122,7 @@ def test_batches_are_the_same_whoever_holds_a_request_once_it_is_taken_in():
     assert mine.active.tolist() == alone.active.tolist()
     mine.take_in()
     for _ in range(2):
-        alone._grow(1, +1, more)
+        join(alone, "b", 0.25, 0.5, 0, 0)
     assert mine.active.tolist() == alone.active.tolist()
     assert mine.requests.tolist() == [0, 3]
     mine.take_in()

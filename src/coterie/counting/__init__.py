@@ -35,16 +35,20 @@ class Batches(Protocol):
 
     sums: Sums
 
+    def join(self, batch: int, usage: Floats, requests: int) -> tuple[Row, float]:
+        """A request joins: its row is added to a batch's sums, and it counts as one of so many in the batch's mean.
+
+        Returns:
+            the row, and as `grow`.
+        """
+        ...
+
     def grow(self, batch: int, by: Row | Sums, sign: int = 1) -> float:
         """Add to a batch's sums, or take away.
 
         Returns:
             sum of exp(sums 2^-20): how many pairs are expected to be idle.
         """
-        ...
-
-    def blend(self, batch: int, usage: Floats, requests: int) -> None:
-        """Count one more of so many requests in a batch's mean: mean += (usage - mean) / requests."""
         ...
 
     def compose(self, batch: int, share: float, weight: float) -> None:
@@ -78,7 +82,7 @@ class Kernel(Protocol):
         ...
 
     def blend(self, mean: Floats, usage: Floats, requests: int) -> None:
-        """As `Batches.blend`, of a mean of its own."""
+        """Count one more of so many requests in a mean: mean += (usage - mean) / requests."""
         ...
 
     def batches(self, count: int, pairs: int) -> Batches:

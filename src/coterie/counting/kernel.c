@@ -185,8 +185,19 @@ double coterie_grow(int64_t *restrict sums, const int32_t *restrict row, int64_t
     return idle;
 }
 
-/* alike [n] = exp(share * (sums UNIT + weight log(1 - mean))) */
-void coterie_compose(float *restrict alike, const int64_t *restrict sums, const float *restrict mean, int64_t n,
+/* A request joins: its row; the mean of now so many, and its log(1 - mean); and as coterie_grow. */
+double coterie_join(const float *restrict usage, int64_t n, int32_t *restrict row, float *restrict mean,
+                    float *restrict log_idle, float requests, int64_t *restrict sums)
+{
+    coterie_row(usage, n, row);
+    coterie_blend(mean, usage, n, requests);
+    for (int64_t i = 0; i < n; i++)
+        log_idle[i] = logarithm(1 - mean[i]);
+    return coterie_grow(sums, row, n, 1);
+}
+
+/* alike [n] = exp(share * (sums UNIT + weight log_idle)) */
+void coterie_compose(float *restrict alike, const int64_t *restrict sums, const float *restrict log_idle, int64_t n,
                      float share, float weight)
 {
     for (int64_t start = 0; start < n; start += BLOCK) {
@@ -195,7 +206,7 @@ void coterie_compose(float *restrict alike, const int64_t *restrict sums, const 
         for (int64_t i = 0; i < count; i++)
             each[i] = in_ones(sums[start + i]);
         for (int64_t i = 0; i < count; i++)
-            each[i] = share * (each[i] + weight * logarithm(1 - mean[start + i]));
+            each[i] = share * (each[i] + weight * log_idle[start + i]);
         for (int64_t i = 0; i < count; i++)
             alike[start + i] = exponential(bounded(each[i]));
     }

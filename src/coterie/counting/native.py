@@ -21,6 +21,7 @@ _ARGUMENTS: dict[str, tuple[type, tuple[type, ...]]] = {
     "coterie_row": (ctypes.c_int, (_ARRAY, _SIZE, _ARRAY)),
     "coterie_blend": (ctypes.c_int, (_ARRAY, _ARRAY, _SIZE, _FLOAT)),
     "coterie_grow": (ctypes.c_double, (_ARRAY, _ARRAY, _SIZE, _SIZE)),
+    "coterie_join": (ctypes.c_double, (_ARRAY, _SIZE, *[_ARRAY] * 3, _FLOAT, _ARRAY)),
     "coterie_compose": (ctypes.c_int, (*[_ARRAY] * 3, _SIZE, _FLOAT, _FLOAT)),
     "coterie_products": (ctypes.c_int, (_ARRAY, _SIZE, _ARRAY, _SIZE, _ARRAY)),
 }
@@ -100,21 +101,31 @@ class NativeBatches:
     """See `Batches`."""
 
     def __init__(self, functions: ctypes.CDLL, count: int, pairs: int) -> None:
-        self._functions = functions
+        self._join, self._grow = functions.coterie_join, functions.coterie_grow
+        self._compose, self._multiply = functions.coterie_compose, functions.coterie_products
         self._pairs = pairs
         self._count = count
         self.sums = np.zeros((count, pairs), np.int64)
         self._means = np.zeros((count, pairs), np.float32)
+        self._log_idle = np.zeros((count, pairs), np.float32)  # log(1 - mean)
         self._alike = np.ones((count, pairs), np.float32)
         self._products = np.empty(count)
         self._nothing = np.zeros(pairs, np.int32)
         # looked up once: to ask an array takes longer than to compute
-        self._sums_at, self._means_at, self._alike_at = (
-            _address(self.sums),
-            _address(self._means),
-            _address(self._alike),
-        )
-        self._products_at, self._nothing_at = _address(self._products), _address(self._nothing)
+        self._sums_at = _address(self.sums)
+        self._means_at = _address(self._means)
+        self._log_idle_at = _address(self._log_idle)
+        self._alike_at = _address(self._alike)
+        self._products_at = _address(self._products)
+        self._nothing_at = _address(self._nothing)
+
+    def join(self, batch: int, usage: _Floats, requests: int) -> tuple[_Row, float]:
+        """See `Batches.join`."""
+        start, pairs = self._pairs * batch, self._pairs
+        row = np.empty(pairs, np.int32)
+        places = _address(row), self._means_at + 4 * start, self._log_idle_at + 4 * start
+        idle: float = self._join(_address(usage), pairs, *places, requests, self._sums_at + 8 * start)
+        return row, idle
 
     def grow(self, batch: int, by: _Row | _Sums, sign: int = 1) -> float:
         """See `Batches.grow`."""
@@ -123,24 +134,18 @@ class NativeBatches:
             row = _address(by)
         else:
             self.sums[batch] += sign * by
-        idle: float = self._functions.coterie_grow(self._sums_at + 8 * self._pairs * batch, row, self._pairs, sign)
+        idle: float = self._grow(self._sums_at + 8 * self._pairs * batch, row, self._pairs, sign)
         return idle
-
-    def blend(self, batch: int, usage: _Floats, requests: int) -> None:
-        """See `Batches.blend`."""
-        mean = self._means_at + 4 * self._pairs * batch
-        self._functions.coterie_blend(mean, _address(usage), self._pairs, requests)
 
     def compose(self, batch: int, share: float, weight: float) -> None:
         """See `Batches.compose`."""
         start = self._pairs * batch
-        places = self._alike_at + 4 * start, self._sums_at + 8 * start, self._means_at + 4 * start
-        self._functions.coterie_compose(*places, self._pairs, share, weight)
+        places = self._alike_at + 4 * start, self._sums_at + 8 * start, self._log_idle_at + 4 * start
+        self._compose(*places, self._pairs, share, weight)
 
     def products(self, usage: _Floats) -> npt.NDArray[np.float64]:
         """See `Batches.products`."""
-        pairs, products = self._pairs, self._products_at
-        self._functions.coterie_products(self._alike_at, self._count, _address(usage), pairs, products)
+        self._multiply(self._alike_at, self._count, _address(usage), self._pairs, self._products_at)
         return self._products.copy()
 
 

@@ -56,16 +56,25 @@ class NumpyKernel:
 
     def batches(self, count: int, pairs: int) -> NumpyBatches:
         """See `Kernel.batches`."""
-        return NumpyBatches(count, pairs)
+        return NumpyBatches(self, count, pairs)
 
 
 class NumpyBatches:
     """See `Batches`."""
 
-    def __init__(self, count: int, pairs: int) -> None:
+    def __init__(self, kernel: NumpyKernel, count: int, pairs: int) -> None:
+        self._kernel = kernel
         self.sums = np.zeros((count, pairs), np.int64)
         self._means = np.zeros((count, pairs), np.float32)
+        self._log_idle = np.zeros((count, pairs), np.float32)  # log(1 - mean)
         self._alike = np.ones((count, pairs), np.float32)
+
+    def join(self, batch: int, usage: _Floats, requests: int) -> tuple[_Row, float]:
+        """See `Batches.join`."""
+        row, mean = self._kernel.row(usage), self._means[batch]
+        self._kernel.blend(mean, usage, requests)
+        np.log1p(-mean, out=self._log_idle[batch])
+        return row, self.grow(batch, row)
 
     def grow(self, batch: int, by: _Row | _Sums, sign: int = 1) -> float:
         """See `Batches.grow`."""
@@ -73,16 +82,11 @@ class NumpyBatches:
         (np.add if sign > 0 else np.subtract)(sums, by, out=sums)
         return float(_exp((sums * UNIT).astype(np.float32)).sum(dtype=np.float64))
 
-    def blend(self, batch: int, usage: _Floats, requests: int) -> None:
-        """See `Batches.blend`."""
-        mean = self._means[batch]
-        mean += (usage - mean) / np.float32(requests)
-
     def compose(self, batch: int, share: float, weight: float) -> None:
         """See `Batches.compose`."""
         alike = self._alike[batch]
         np.multiply(self.sums[batch], UNIT, out=alike, casting="unsafe")
-        alike += np.float32(weight) * np.log1p(-self._means[batch])
+        alike += np.float32(weight) * self._log_idle[batch]
         alike *= np.float32(share)
         _exp(alike)
 

@@ -13,7 +13,7 @@ from coterie.counting import Row
 from coterie.routing.ledger import Lease
 from coterie.routing.load import load_only
 from coterie.routing.locality import groups_of
-from coterie.routing.marginal_batches import LiveBatches, MeanUsage, OtherBatches, Usage, row_of, usage_of
+from coterie.routing.marginal_batches import LiveBatches, MeanUsage, OtherBatches, Usage, usage_of
 from coterie.routing.policy import Reads
 from coterie.routing.step_model import Meter, Seen, StepModel
 
@@ -154,9 +154,8 @@ class _Pool:
         if counted is not None:
             self.mean.add(counted)
         usage = self.mean.value if counted is None else counted
-        held = _Held(group, row_of(usage), self._advance(group, now_s))
-        self._held[lease] = held
-        self.batches.join(group, usage, held.row)
+        begun = self._advance(group, now_s)
+        self._held[lease] = _Held(group, self.batches.join(group, usage), begun)
 
     def end(self, lease: Lease, served: Served | None, now_s: float) -> None:
         held = self._held.pop(lease, None)

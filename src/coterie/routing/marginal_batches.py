@@ -114,32 +114,35 @@ class LiveBatches:
         self._changed = set(range(len(groups)))  # whose composition is to be made anew, once somebody asks
         self._load = 0.0
 
-    def join(self, group: str, usage: Usage, row: Row) -> None:
+    def join(self, group: str, usage: Usage) -> Row:
         """A request begins.
 
         Args:
             group: where.
             usage: what it uses.
-            row: the same as its `row_of`.
+
+        Returns:
+            `row_of` the usage, for when it leaves.
         """
         g = self._position[group]
         self._came[g] = min(self._came[g] + 1, _REMEMBERED_HERE)
-        self._batches.blend(g, usage, self._came[g])
-        self._grow(g, +1, row)
+        row, idle = self._batches.join(g, usage, self._came[g])
+        self._changes(g, +1, idle)
         if self._others is not None:
             self._others.show(g, row, +1)
+        return row
 
     def leave(self, group: str, row: Row) -> None:
         """One that joined is over."""
         g = self._position[group]
-        self._grow(g, -1, row, -1)
+        self._changes(g, -1, self._batches.grow(g, row, -1))
         if self._others is not None:
             self._others.show(g, row, -1)
 
     def take_in(self) -> None:
         """Let the requests of other gateways count as they are now."""
         for g, requests, sums in () if self._others is None else self._others.changed():
-            self._grow(g, requests, sums)
+            self._changes(g, requests, self._batches.grow(g, sums))
 
     def places(self, groups: Sequence[str]) -> list[int]:
         """Positions of groups in `active` and in what `added` returns."""
@@ -160,7 +163,7 @@ class LiveBatches:
             self._batches.compose(g, self._load / (self.requests[g] + _LIKE_BEFORE), _LIKE_BEFORE)
         return self._batches.products(usage)
 
-    def _grow(self, g: int, requests: int, by: Row | Sums, sign: int = 1) -> None:
+    def _changes(self, g: int, requests: int, idle: float) -> None:
         self.requests[g] += requests
-        self.active[g] = self._pairs - self._batches.grow(g, by, sign)
+        self.active[g] = self._pairs - idle
         self._changed.add(g)
