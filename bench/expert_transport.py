@@ -25,7 +25,7 @@ import numpy as np
 import zmq
 
 from coterie.experts.protocol import Dtype, Reply, Request, SlotShape, Status
-from coterie.experts.transport import SharedClient, SharedServer
+from coterie.experts.transport import Intake, SharedClient, SharedServer
 from coterie.experts.transport.doorbell import Doorbell
 from coterie.experts.transport.words import Words
 
@@ -46,8 +46,9 @@ def echo(requests):
 def serve_shared(ready: Connection, hidden: int) -> None:
     server = SharedServer(SlotShape(tokens=64, hidden=hidden, top_k=8, layers=1, experts=64), slots=2)
     ready.send(server.path)
+    intake = Intake(server)
     while True:
-        server.step(echo, timeout_s=1)
+        intake.step(echo, timeout_s=1)
 
 
 def serve_zmq(ready: Connection, address: str) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from coterie.errors import EngineError, InputError, WireError
 from coterie.experts.protocol import Reply, Request, SlotShape, State, Status, Word, claim, post, rules
-from coterie.experts.transport import SharedClient, SharedServer
+from coterie.experts.transport import Intake, SharedClient, SharedServer
 from coterie.experts.transport.doorbell import Doorbell
 from coterie.experts.transport.identity import is_alive, own_identity
 
@@ -28,6 +28,10 @@ def doubled(requests):
     return [Reply(0, Status.COMPUTED, 2 * one.hidden) for one in requests]
 
 
+def step(server, compute, timeout_s):
+    return Intake(server).step(compute, timeout_s)
+
+
 @pytest.fixture
 def server():
     server = SharedServer(SHAPE, slots=2)
@@ -39,7 +43,7 @@ def server():
 def serving(server):
     """A server that a thread runs until its test is over."""
     over = []
-    thread = Thread(target=lambda: [server.step(doubled, 0.01) for _ in iter(lambda: bool(over), True)])
+    thread = Thread(target=lambda: [step(server, doubled, 0.01) for _ in iter(lambda: bool(over), True)])
     thread.start()
     yield server
     over.append(True)
@@ -79,7 +83,7 @@ def test_requests_that_are_ready_together_are_computed_together(server):
     clients = [SharedClient(server.path) for _ in range(2)]
     for client in clients:
         post(client._slot, request())
-    assert server.step(doubled, 1) == 2
+    assert step(server, doubled, 1) == 2
 
 
 def test_a_client_finds_no_slot_where_all_are_taken_and_one_where_one_was_left(server):
@@ -101,9 +105,9 @@ def test_a_late_reply_is_not_taken_for_that_to_the_next_request(server):
         return doubled(requests)
 
     post(client._slot, request(5))
-    server.step(compute_late, 1)
+    step(server, compute_late, 1)
     assert rules.take(client._slot, 2) is None
-    server.step(doubled, 1)
+    step(server, doubled, 1)
     assert (rules.take(client._slot, 2).sums == 14).all()
 
 
@@ -117,7 +121,7 @@ def test_a_server_that_does_not_reply_costs_the_time_that_was_given(server):
 def test_a_look_that_finds_no_reply_leaves_the_request_wanted(server):
     pending = SharedClient(server.path).post(request())
     assert pending.look(0.0) is None
-    server.step(doubled, 1)
+    step(server, doubled, 1)
     assert (pending.look(0.0).sums == 2).all()
 
 
@@ -138,7 +142,7 @@ def test_a_request_that_was_withdrawn_while_it_was_read_is_none(server, monkeypa
     client = SharedClient(server.path)
     post(client._slot, request())
     monkeypatch.setattr(server._slots[0], "read_request", lambda: (rules.withdraw(client._slot, 1), raises_torn()))
-    assert server.step(doubled, 0) == 0
+    assert step(server, doubled, 0) == 0
 
 
 def bad_layer(slot):
@@ -154,18 +158,19 @@ def test_a_request_that_breaks_the_protocol_is_refused_and_others_beside_it_are_
     clients = [SharedClient(server.path) for _ in range(2)]
     pending = [client.post(request(3)) for client in clients]
     damage(clients[0]._slot)
-    assert server.step(doubled, 1) == 2
+    intake = Intake(server)
+    assert intake.step(doubled, 1) == 2
     refused, computed = (one.wait(time.monotonic() + 5) for one in pending)
     assert (refused.status, refused.sums.shape) == (Status.MALFORMED, (0, 8))
     assert (computed.sums == 6).all()
-    assert server.malformed == 1
+    assert intake.malformed == 1
 
 
 def test_requests_at_two_servers_are_under_way_at_once(server):
     other = SharedServer(SHAPE, slots=1)
     pending = [SharedClient(one.path).post(request(value)) for value, one in enumerate((server, other))]
     for one in (other, server):
-        assert one.step(doubled, 1) == 1
+        assert step(one, doubled, 1) == 1
     deadline_s = time.monotonic() - 1  # what is there already is taken even so
     assert [one.wait(deadline_s).sums.max() for one in pending] == [0, 2]
     other.close()
@@ -174,15 +179,15 @@ def test_requests_at_two_servers_are_under_way_at_once(server):
 def test_a_request_that_its_client_withdrew_is_not_computed(server):
     client = SharedClient(server.path)
     client.post(request()).withdraw()
-    assert server.step(doubled, 0) == 0
+    assert step(server, doubled, 0) == 0
     pending = client.post(request(4))
-    server.step(doubled, 1)
+    step(server, doubled, 1)
     assert (pending.wait(time.monotonic()).sums == 8).all()
 
 
 def test_a_server_that_was_killed_is_found_out_and_its_file_removed_by_the_next():
     process, path = other_process(
-        "server = SharedServer(SHAPE, 1); print(server.path, flush=True)\nwhile True: server.step(doubled, 1)"
+        "server = SharedServer(SHAPE, 1); print(server.path, flush=True)\nwhile True: step(server, doubled, 1)"
     )
     client = SharedClient(Path(path))
     assert (client.call(request(), 5).sums == 2).all()
@@ -205,7 +210,7 @@ def test_the_slot_of_a_client_that_was_killed_is_swept_with_its_request(server):
     mine = SharedClient(server.path)
     end(process)
     time.sleep(0.11)
-    while server.step(doubled, 0.01):  # what the dead one asked for, if that comes first
+    while step(server, doubled, 0.01):  # what the dead one asked for, if that comes first
         pass
     SharedClient(server.path)
     assert mine._slot.load(Word.OWNER) == own_identity()

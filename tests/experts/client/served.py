@@ -8,7 +8,7 @@ import threading
 from coterie.experts.client import RoutingTable, Server
 from coterie.experts.protocol import SlotShape
 from coterie.experts.server import ExpertServer, ModelingKernel, load_experts, parse_experts
-from coterie.experts.transport import SharedServer
+from coterie.experts.transport import Intake, SharedServer
 from coterie.modeling.expert_tensors import ExpertFiles
 
 
@@ -52,5 +52,6 @@ def serving(checkpoint, *experts, kernel=None, tokens=64):
 
 
 def _serve(shared, server, over):
+    intake = Intake(shared)
     while not over.is_set():
-        shared.step(server.compute, 0.02)
+        intake.step(server.compute, 0.02)

@@ -39,7 +39,7 @@ def test_serving_owners_are_asked_and_draining_and_suspect_ones_only_where_there
     table = routing_table(view(*members), GEOMETRY, tokens=1)
     assert names(table) == ["ab", "b", "d", "s"]
     assert (table.epoch, table.tokens) == (7, 16)
-    assert table.owners[0][1] == (Server("b", "/dev/shm/coterie-experts-b"),)
+    assert table.owners[0][1] == (Server("b", "/dev/shm/coterie-experts-b", "http://127.0.0.1:1/b"),)
 
 
 def test_a_request_must_fit_every_server():

@@ -102,7 +102,7 @@ def routing_table(view: View, geometry: ModelGeometry, *, tokens: int) -> Routin
     members = [member for member in view.all if _fits(member, geometry)]
     if not members:
         return RoutingTable(view.epoch, tokens, (((),) * geometry.experts,) * geometry.layers)
-    servers = {member.server.id: Server(member.server.name, member.server.address) for member in members}
+    servers = {one.id: Server(one.name, one.address, one.url) for one in (member.server for member in members)}
     owners = tuple(
         tuple(tuple(sorted(servers[one.id] for one in some)) for some in layer) for layer in best_owners(members)
     )

@@ -19,11 +19,13 @@ class Server:
 
     Attributes:
         name: what people call it.
-        address: where its slots are.
+        address: path of its shared memory.
+        url: its HTTP side, which says by what else it can be reached; empty if nobody has said so.
     """
 
     name: str
     address: str
+    url: str = ""
 
     def __hash__(self) -> int:
         return hash(self.address)  # of a text, which remembers it: servers are looked up at every request

@@ -68,10 +68,10 @@ def report(serving: Serving) -> dict[str, Any]:
     usage = serving.server.usage
     return {
         "since": serving.server.holding.since,
-        "clients": serving.shared.clients,
-        "queue": serving.shared.ready,
+        "clients": serving.intake.clients,
+        "queue": serving.intake.waiting,
         "requests": {status.name.lower(): count for status, count in usage.requests.items()}
-        | {"malformed": serving.shared.malformed},
+        | {"malformed": serving.intake.malformed},
         "batches": usage.batches,
         "merged": usage.merged,
         "tokens": usage.tokens,

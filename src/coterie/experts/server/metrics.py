@@ -22,7 +22,7 @@ class ServerMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """See `Collector.collect`."""
-        shared, server = self._serving.shared, self._serving.server
+        intake, server = self._serving.intake, self._serving.server
         usage = server.usage
         counters = {
             "batches": ("Batches computed.", usage.batches),
@@ -32,8 +32,8 @@ class ServerMetrics(Collector):
             "busy_seconds": ("Time spent computing.", usage.busy_s),
         }
         gauges = {
-            "clients": ("Slots in use.", shared.clients),
-            "queue": ("Requests that wait or are computed.", shared.ready),
+            "clients": ("Slots in use.", intake.clients),
+            "queue": ("Requests that wait or are computed.", intake.waiting),
             "since_epoch": ("Membership epoch since when it has its experts.", server.holding.since),
             "held_experts": ("Experts it has, over all layers.", sum(map(len, server.holding.held))),
         }

@@ -25,7 +25,7 @@ from coterie.experts.server.app import app, resident_bytes
 from coterie.experts.server.holdings import Progress, load_experts, parse_experts
 from coterie.experts.server.kernels import ModelingKernel
 from coterie.experts.server.server import ExpertServer
-from coterie.experts.transport import SharedServer
+from coterie.experts.transport import Intake, SharedServer
 from coterie.http_server import listen, serving_app, url_of
 from coterie.modeling.expert_tensors import ExpertFiles, ExpertModel
 
@@ -80,7 +80,8 @@ class ServerProcess:
     Attributes:
         phase: joining while it loads, then serving, then draining.
         model: whose experts they are.
-        shared: where clients hand it requests.
+        shared: where clients of this host hand it requests.
+        intake: all ways by which requests come.
         serving: what computes them; None while it loads.
 
     Raises:
@@ -96,6 +97,7 @@ class ServerProcess:
         geometry = self.model.geometry
         shape = SlotShape(config.max_tokens, self.model.hidden, geometry.top_k, geometry.layers, geometry.experts)
         self.shared = SharedServer(shape, config.slots)
+        self.intake = Intake(self.shared)
         self.phase: Phase = "joining"
         self.serving: Serving | None = None
 
@@ -117,7 +119,7 @@ class ServerProcess:
         """
         kernel = ModelingKernel()
         holding = load_experts(self._files, self._wanted, kernel, progress=progress)
-        self.serving = Serving(self.shared, ExpertServer(self.model, kernel, holding))
+        self.serving = Serving(self.intake, ExpertServer(self.model, kernel, holding))
         return self.serving
 
     def account(self, url: str) -> Account:
@@ -143,18 +145,18 @@ class ServerProcess:
         """Answer what is in hand, and end."""
         if self.serving:
             self.serving.close()
-        self.shared.close()
+        self.intake.close()
 
 
 class Serving:
-    """A thread that computes what comes by shared memory.
+    """A thread that computes what comes.
 
     Attributes:
         problem: what ended it by itself.
     """
 
-    def __init__(self, shared: SharedServer, server: ExpertServer[Any]) -> None:
-        self.shared, self.server = shared, server
+    def __init__(self, intake: Intake, server: ExpertServer[Any]) -> None:
+        self.intake, self.server = intake, server
         self.problem: BaseException | None = None
         self._asked_s = time.monotonic()
         self._over = threading.Event()
@@ -169,7 +171,7 @@ class Serving:
         """What it has done, as the monitor is told."""
         usage, held = self.server.usage, self.server.holding.held
         tokens = tuple(tuple(row[list(ids)].tolist()) for row, ids in zip(usage.load, held, strict=True))
-        return Load(tokens, usage.merged, usage.batches, self.shared.ready, resident_bytes())
+        return Load(tokens, usage.merged, usage.batches, self.intake.waiting, resident_bytes())
 
     def close(self) -> None:
         """End the thread."""
@@ -179,7 +181,7 @@ class Serving:
     def _run(self) -> None:
         try:
             while not self._over.is_set():
-                if self.shared.step(self.server.compute, _LOOK_S):
+                if self.intake.step(self.server.compute, _LOOK_S):
                     self._asked_s = time.monotonic()
         except BaseException as error:
             self.problem = error
@@ -268,7 +270,7 @@ async def _drain(
 ) -> None:
     """Serve on while clients ask, or have slots and the monitor says that nobody else has an expert; not for ever."""
     deadline_s = time.monotonic() + process.config.drain_s
-    while process.shared.clients and time.monotonic() < deadline_s and not at_once.is_set():
+    while process.intake.clients and time.monotonic() < deadline_s and not at_once.is_set():
         welcome = registration.welcome if registration else None
         if serving.is_quiet() and not (welcome and welcome.needed):
             return

@@ -7,25 +7,23 @@
 
 from __future__ import annotations
 
-import logging
 import mmap
 import os
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-
-import numpy as np
+from typing import TypeVar
 
 from coterie.errors import EngineError, GoneError, InputError, WireError
-from coterie.experts.protocol import Reply, Request, SlotShape, Status, Word, rules
+from coterie.experts.protocol import Reply, Request, SlotShape, Word, rules
 from coterie.experts.protocol.layout import DOORBELL
 from coterie.experts.transport.doorbell import Doorbell
 from coterie.experts.transport.identity import is_alive, own_identity
+from coterie.experts.transport.inlet import Ready
 from coterie.experts.transport.words import Words
 from coterie.shm import SharedFile
-
-_LOG = logging.getLogger(__name__)
 
 PREFIX = "coterie-experts-"
 LOOK_S = 0.02
@@ -35,6 +33,8 @@ SWEEP_S = 0.1
 _MAGIC, _VERSION = b"coterexp", 1
 _HEADER = struct.Struct("<8sIIIIIIIQ")
 _BELL, _PAGE = 64, 4096
+
+T = TypeVar("T")
 
 
 class SharedSlot:
@@ -71,7 +71,7 @@ class SharedSlot:
 
 
 class SharedServer:
-    """The server's end.  One thread calls `step`, again and again.
+    """The server's end, one way into an `Intake`.
 
     Args:
         shape: of its slots.
@@ -79,7 +79,6 @@ class SharedServer:
 
     Attributes:
         path: its file, which clients open.
-        malformed: requests that could not be read, so far.
 
     Raises:
         InputError: there is no slot.
@@ -89,7 +88,7 @@ class SharedServer:
     def __init__(self, shape: SlotShape, slots: int) -> None:
         if slots < 1:
             raise InputError(f"expert server: {slots} slots; need one for each client, so one at least")
-        self.shape, self.malformed, self._me = shape, 0, own_identity()
+        self.shape, self._me = shape, own_identity()
         self._file = SharedFile.create(PREFIX, _PAGE + slots * _pages(shape.size))
         self.path = self._file.path
         _HEADER.pack_into(self._file.memory, 0, _MAGIC, _VERSION, slots, *_sizes(shape), self._me)
@@ -104,42 +103,26 @@ class SharedServer:
         return sum(slot.load(Word.OWNER) != rules.NOBODY for slot in self._slots)
 
     @property
-    def ready(self) -> int:
+    def waiting(self) -> int:
         """Requests that wait or are computed; may be asked by any thread."""
         return sum(rules.state_of(slot.load(Word.STATE)) is rules.State.READY for slot in self._slots)
 
-    def step(self, compute: Callable[[Sequence[Request]], Sequence[Reply]], timeout_s: float) -> int:
-        """Wait for requests, and reply to all that are ready; to those that cannot be read, that they are malformed.
+    def ring(self) -> None:
+        """Have `wait` look again; may be called by any thread."""
+        self._bell.ring()
 
-        Args:
-            compute: gets the others together, if there are any, and gives as many replies.
-            timeout_s: how long to wait, at most.
+    def wait(self, look: Callable[[], T | None], timeout_s: float) -> T | None:
+        """What `look` finds, which is called when clients have rung; None if it found nothing in time, or soon.
 
-        Returns:
-            How many there were.
+        Slots of clients that died are freed before.
         """
         self._sweep()
-        picked = self._bell.wait(self._pick_up, min(timeout_s, SWEEP_S)) or []
-        wanted: list[tuple[SharedSlot, int, Request]] = []
-        for slot, sequence, request in picked:
-            if isinstance(request, WireError):
-                self._refuse(slot, sequence, request)
-            else:
-                wanted.append((slot, sequence, request))
-        if wanted:
-            replies = compute([request for _, _, request in wanted])
-            for (slot, sequence, _), reply in zip(wanted, replies, strict=True):
-                _answer(slot, sequence, reply)
-        return len(picked)
+        return self._bell.wait(look, min(timeout_s, SWEEP_S))
 
-    def _pick_up(self) -> list[tuple[SharedSlot, int, Request | WireError]] | None:
+    def pick_up(self) -> list[Ready]:
+        """See `Inlet`."""
         found = [(slot, picked) for slot in self._slots if (picked := rules.pick_up(slot)) is not None]
-        return [(slot, sequence, request) for slot, (sequence, request) in found] or None
-
-    def _refuse(self, slot: SharedSlot, sequence: int, problem: WireError) -> None:
-        self.malformed += 1
-        _LOG.warning("refused: %s", problem)
-        _answer(slot, sequence, Reply(0, Status.MALFORMED, np.empty((0, self.shape.hidden), np.float32)))
+        return [Ready(request, partial(_answer, slot, sequence)) for slot, (sequence, request) in found]
 
     def _sweep(self) -> None:
         if time.monotonic() - self._swept_s >= SWEEP_S:
