@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 """Whole calls to an expert server process beside the same kernel in this process, and how often requests merge.
 
-    python3 bench/expert_server.py [MODEL] [--json]
+    python3 bench/expert_server.py [MODEL] [--kernel NAME] [--json]
 
 MODEL is a checkpoint's folder; without one, random experts are written: one layer, hidden size 512, 64 experts of size
 256, top-8.  Calls and local computations take turns, so that both meet the same machine; "above kernel" is the
 difference of the medians.  For merging, two client processes ask at full rate, each for layer after layer.  Run it on a
-quiet machine.
+quiet machine.  For vLLM's kernel run it with the Python of the environment that has vLLM.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import typing
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,12 +30,13 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from coterie.experts.protocol import Request
-from coterie.experts.server import ExpertServer, ModelingKernel, load_experts, parse_experts
+from coterie.experts.server import ExpertServer, load_experts, parse_experts
+from coterie.experts.server.kernels import KernelName, make_kernel
 from coterie.experts.transport import SharedClient
 from coterie.experts.transport.identity import own_identity
 from coterie.modeling.expert_tensors import ExpertFiles
 
-CALLS, WARM_UP, MERGE_S = 1500, 100, 3.0
+CALLS, WARM_UP, MERGE_S = 600, 50, 3.0
 TOKENS = (1, 16, 64)
 
 
@@ -62,9 +64,10 @@ def write_random(folder: Path, hidden: int = 512, experts: int = 64, size: int =
 
 
 @contextmanager
-def serving(model: Path) -> Iterator[tuple[str, int]]:
+def serving(model: Path, kernel: str) -> Iterator[tuple[str, int]]:
     """URL and process of a server of all experts."""
-    command = [sys.executable, "-m", "coterie", "experts", "serve", str(model), "--max-tokens", str(max(TOKENS))]
+    command = [sys.executable, "-m", "coterie", "experts", "serve", str(model), "--kernel", kernel]
+    command += ["--max-tokens", str(max(TOKENS))]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             line = process.stdout.readline()
@@ -82,36 +85,35 @@ def random_request(rng: np.random.Generator, config: dict[str, Any], tokens: int
 
 
 def cpu_s(process: int) -> float:
-    with open(f"/proc/{process}/schedstat", encoding="utf-8") as file:
-        main = int(file.read().split()[0])
     threads = Path(f"/proc/{process}/task").iterdir()
-    return (sum(int((thread / "schedstat").read_text().split()[0]) for thread in threads) or main) / 1e9
+    return sum(int((thread / "schedstat").read_text(encoding="utf-8").split()[0]) for thread in threads) / 1e9
 
 
-def measure_calls(model: Path, config: dict[str, Any], server: int, tokens: int) -> dict[str, float]:
-    files, kernel, rng = ExpertFiles.open(model), ModelingKernel(), np.random.default_rng(tokens)
+def measure_calls(model: Path, name: KernelName, config: dict[str, Any], server: int, tokens: int) -> dict[str, float]:
+    files, kernel, rng = ExpertFiles.open(model), make_kernel(name), np.random.default_rng(tokens)
     held = parse_experts(f"0:0-{config['experts'] - 1}", files.model.geometry)
     local = load_experts(files, held, kernel, since=config["since"])
     reference = ExpertServer(files.model, kernel, local)
     client = SharedClient(Path(config["shared_memory"]))
     times: dict[str, list[float]] = {"kernel": [], "call": []}
-    server_cpu = client_cpu = 0.0
+    client_cpu = server_cpu = 0.0
     for number in range(WARM_UP + CALLS):
         request = random_request(rng, config, tokens, 0)
         layer = local.layers[0]
         start = time.perf_counter()
         kernel.compute(layer.weights, request.hidden, layer.places[request.ids], request.weights)
-        middle, mine, its = time.perf_counter(), time.thread_time(), cpu_s(server)
+        middle, mine = time.perf_counter(), time.thread_time()
         before = time.perf_counter()
         reply = client.call(request, timeout_s=10)
         after = time.perf_counter()
         if number < WARM_UP:
             assert np.array_equal(reply.sums, reference.compute([request])[0].sums)
+            server_cpu = cpu_s(server)
             continue
         times["kernel"].append(middle - start)
         times["call"].append(after - before)
         client_cpu += time.thread_time() - mine
-        server_cpu += cpu_s(server) - its
+    server_cpu = cpu_s(server) - server_cpu
     client.close()
     kernel_us, call_us = (float(np.median(times[name])) * 1e6 for name in ("kernel", "call"))
     return {
@@ -152,13 +154,14 @@ def measure_merging(url: str, config: dict[str, Any]) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path, nargs="?")
+    parser.add_argument("--kernel", default="coterie", choices=typing.get_args(KernelName))
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         model = arguments.model or write_random(Path(folder))
-        with serving(model) as (url, process):
+        with serving(model, arguments.kernel) as (url, process):
             config = httpx.get(f"{url}/config").json()
-            calls = [measure_calls(model, config, process, tokens) for tokens in TOKENS]
+            calls = [measure_calls(model, arguments.kernel, config, process, tokens) for tokens in TOKENS]
             results = {"kernel": config["kernel"], "calls": calls, "merging": measure_merging(url, config)}
     if arguments.json:
         print(json.dumps(results, indent=2))

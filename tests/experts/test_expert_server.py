@@ -8,10 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coterie.core import ModelGeometry
-from coterie.errors import InputError
+from coterie.errors import InputError, UnsupportedError
 from coterie.experts.protocol import Dtype, Request, Status
 from coterie.experts.server import ExpertServer, ModelingKernel, check_held, load_experts, parse_experts, placed_experts
 from coterie.experts.server.batches import from_float32, merge, to_float32
+from coterie.experts.server.kernels import make_kernel
 from coterie.modeling import prepare
 from coterie.modeling.expert_tensors import ExpertFiles
 from coterie.modeling.experts import ExpertWeights
@@ -185,6 +186,12 @@ def test_experts_with_biases_and_bounds_are_served_from_four_bits(tmp_path):
         up = np.clip(expert.up @ row + expert.biases[1], -2, 2)
         expected = expert.down @ (gate / (1 + np.exp(-1.702 * gate)) * (up + 1)) + expert.biases[2]
         np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_kernel_that_is_not_installed_is_refused(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UnsupportedError, match="vLLM for CPUs is not in this environment"):
+        make_kernel("vllm")
 
 
 # --- which experts ------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import typing
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from rich.progress import Progress
 # Read when numpy loads: its products are small, and servers share the cores among themselves.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
+from coterie.experts.server.kernels import KernelName
 from coterie.experts.server.process import ServeConfig, ServerProcess, run
 
 _POSITIVE = click.IntRange(min=1)
@@ -30,6 +32,13 @@ _POSITIVE = click.IntRange(min=1)
     help="Experts to have: 0-31,40 of every layer; 0:0-31;1:32-63 of single MoE layers, counted from 0; or all.",
 )
 @click.option("--name", default="experts", show_default=True, help="What people call this server.")
+@click.option(
+    "--kernel",
+    type=click.Choice(typing.get_args(KernelName)),
+    default="coterie",
+    show_default=True,
+    help="What computes: the embedded engine's code, or vLLM's for CPUs, which must be in this environment.",
+)
 @click.option("--monitor", metavar="URL", help="The monitor that tells clients of it. [default: none]")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address of its HTTP side.")
 @click.option("--port", type=click.IntRange(0, 65535), default=0, help="Port of it. [default: a free one]")

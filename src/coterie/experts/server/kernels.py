@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 from coterie.modeling import kernels as modeling
 from coterie.modeling.expert_tensors import Expert, ExpertModel, pack_experts
@@ -12,6 +12,7 @@ from coterie.modeling.gates import Choice, Ids
 from coterie.modeling.tiles import Floats
 
 WeightsT = TypeVar("WeightsT")
+KernelName = Literal["coterie", "vllm", "vllm-bfloat16"]
 
 
 class Kernel(Protocol[WeightsT]):
@@ -65,3 +66,16 @@ class ModelingKernel:
     def compute(self, weights: ExpertWeights, rows: Floats, places: Ids, router: Floats) -> Floats:
         """As `Kernel.compute`."""
         return self._kernel.routed(rows, Choice(places, router), weights)
+
+
+def make_kernel(name: KernelName) -> Kernel[Any]:
+    """The kernel of a name.
+
+    Raises:
+        UnsupportedError: what it needs is not installed.
+    """
+    if name == "coterie":
+        return ModelingKernel()
+    from coterie.experts.server.vllm_kernel import VllmKernel
+
+    return VllmKernel("bfloat16" if name == "vllm-bfloat16" else "float32")

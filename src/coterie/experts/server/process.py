@@ -23,7 +23,7 @@ from coterie.experts.protocol import SlotShape
 from coterie.experts.registration import Account, Registration
 from coterie.experts.server.app import app, resident_bytes
 from coterie.experts.server.holdings import Progress, load_experts, parse_experts
-from coterie.experts.server.kernels import ModelingKernel
+from coterie.experts.server.kernels import KernelName, make_kernel
 from coterie.experts.server.server import ExpertServer
 from coterie.experts.transport import Intake, SharedServer
 from coterie.http_server import listen, serving_app, url_of
@@ -44,6 +44,7 @@ class ServeConfig:
         model: folder of the checkpoint.
         experts: which to have; see `parse_experts`.
         name: for people.
+        kernel: what computes; see `make_kernel`.
         monitor: URL of the monitor; None for none.
         host: address of the HTTP side.
         port: of it; 0 takes a free one.
@@ -58,6 +59,7 @@ class ServeConfig:
     model: Path
     experts: str = "all"
     name: str = "experts"
+    kernel: KernelName = "coterie"
     monitor: str | None = None
     host: str = "127.0.0.1"
     port: int = 0
@@ -115,9 +117,9 @@ class ServerProcess:
         """Load the experts, and compute them from then on.
 
         Raises:
-            CoterieError: a tensor is missing or wrong.
+            CoterieError: a tensor is missing or wrong, or the kernel cannot compute these experts here.
         """
-        kernel = ModelingKernel()
+        kernel = make_kernel(self.config.kernel)
         holding = load_experts(self._files, self._wanted, kernel, progress=progress)
         self.serving = Serving(self.intake, ExpertServer(self.model, kernel, holding))
         return self.serving
