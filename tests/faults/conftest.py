@@ -10,6 +10,13 @@ from fault_cluster import FaultCluster
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
 
 
+def pytest_collection_modifyitems(items):
+    """What needs the cluster takes minutes in all."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents and "cluster" in item.fixturenames:
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory):
     with FaultCluster(tmp_path_factory.mktemp("faults")) as running:

@@ -67,7 +67,7 @@ def left_in(cluster, window):
     return cluster.metric("coterie_client_disconnects_total", window=window)
 
 
-@pytest.mark.parametrize("stream", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["stream", "whole"])
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
 @pytest.mark.parametrize(("role", "moment", "window"), WINDOWS)
 def test_a_client_leaves(cluster, role, moment, window, stream):
     if window == "stream" and not stream:
@@ -101,7 +101,6 @@ async def flood(tunnel):
         await tunnel.answer(b"%x\r\n%b\r\n" % (len(event), event))
 
 
-@pytest.mark.slow
 def test_a_client_that_takes_nothing_more_is_cut_and_its_request_stopped(cluster, matrix):
     with (
         cluster.lying_in_wait("decode", trap := Trap(Moment.WAITING, flood)),

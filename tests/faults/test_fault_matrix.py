@@ -3,18 +3,12 @@
 import asyncio
 
 import pytest
-from fault_cells import CELLS, MOST_500S, Cell, right_ends
+from fault_cells import CELLS, MOST_500S, right_ends
 from fault_cluster import PROMPTS, ROLES, wait_until
 from fault_proxy import Moment, Trap
 
-FAST = (Cell("decode", "killed", Moment.MIDST), Cell("prefill", "503s", Moment.BEFORE))
 
-
-def cells():
-    return [pytest.param(cell, id=str(cell), marks=() if cell in FAST else pytest.mark.slow) for cell in CELLS]
-
-
-@pytest.mark.parametrize("cell", cells())
+@pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_a_worker_fails(matrix, cell):
     found = matrix.run(cell)  # which ends with all workers back, no load counted and no KV held
     ends = [*found.ends, *found.later]
@@ -63,7 +57,6 @@ def during(matrix, role, moment, change):
     return matrix.ends([answer], PROMPTS[:1])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("moment", Moment, ids=lambda moment: moment.value)
 @pytest.mark.parametrize("role", ROLES)
 def test_a_worker_is_removed_and_added(matrix, role, moment):

@@ -20,7 +20,6 @@ def client_of(cluster, retries):
     return openai.OpenAI(base_url=f"{cluster.gateway.url}/v1", api_key="k", max_retries=retries, timeout=30)
 
 
-@pytest.mark.slow
 def test_a_stream_whose_worker_is_killed_goes_on_unnoticed(cluster, matrix):
     async def kill(tunnel):
         tunnel.proxy.shut()
@@ -36,7 +35,6 @@ def test_a_stream_whose_worker_is_killed_goes_on_unnoticed(cluster, matrix):
     wait_until(cluster.all_available, what="the return of the killed worker")
 
 
-@pytest.mark.slow
 def test_a_500_is_an_exception_of_its_own_and_the_client_s_retry_is_served(cluster, matrix):
     with client_of(cluster, 0) as impatient, client_of(cluster, 2) as patient:
         with (

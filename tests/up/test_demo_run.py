@@ -48,6 +48,7 @@ def members(mark):
     return found
 
 
+@pytest.mark.slow
 def test_the_demo_measures_every_policy_and_leaves_nothing_but_its_result(command, tmp_path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -79,7 +80,10 @@ def shared_memory(pids):
 
 @pytest.mark.parametrize(
     ("number", "moment", "segments"),
-    [(signal.SIGTERM, "decode-1: starting", 0), (signal.SIGINT, "starting gateways", 3)],
+    [
+        (signal.SIGTERM, "decode-1: starting", 0),
+        pytest.param(signal.SIGINT, "starting gateways", 3, marks=pytest.mark.slow),
+    ],
 )  # scripts/interrupt_demo.py tries many more
 def test_an_interrupted_demo_leaves_nothing_behind(command, tmp_path, number, moment, segments):
     mark = f"COTERIE_DEMO_TEST={os.getpid()}-{moment}"

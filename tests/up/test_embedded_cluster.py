@@ -286,6 +286,7 @@ def state_of(gateway, name):
     return next((row["state"] for row in rows if row["name"] == name), "gone")
 
 
+@pytest.mark.slow  # in one process: tests/gateway/test_changes.py
 def test_workers_come_and_go_under_load_and_every_stream_is_whole(cluster, trace, profile):
     keys = {"decode_policy": "locality_refit", "profile": str(profile), "log_requests": False, "health_interval_s": 0.2}
     gateway = cluster.start_gateway({**keys, "port": 0, "admin_port": 0}, name="changing")
