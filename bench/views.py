@@ -2,6 +2,7 @@
 """What several gateways lose that know of each other late, in part or never.
 
     OMP_NUM_THREADS=1 python3 bench/views.py [--gateways 2,4] [--cell A] [--rate 60] [--seeds 4] [--json]
+    python3 bench/views.py --real [--gateways 2,4] [--exchange 0.4,1,4] [--rate 60]: see `real_views.py`
 
 Cells with their clusters are those of `bench/policies.py`, with outputs of 512 tokens.  Each request comes to one of G
 gateways by chance, each with a ledger and policies of its own; what one does the others know after a delay.  `+ use`
@@ -21,6 +22,7 @@ from itertools import product
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parent))
+import real_views
 from policies import FULL_TOKENS, LIFE_S, cell
 
 from coterie.routing import make_policy
@@ -127,8 +129,17 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=4)
     parser.add_argument("--requests", type=int, default=3000, help="after the warm-up, in each run")
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--real", action="store_true", help="real gateways on mock workers instead (needs gcc)")
+    parser.add_argument("--exchange", default="0.4,1,4", metavar="S,...", help="of those, in seconds")
+    parser.add_argument("--for-s", type=float, default=30, help="how long those serve in each run")
     args = parser.parse_args()
-    each = product(setups([int(count) for count in args.gateways.split(",")]), range(args.seeds))
+    counts = [int(count) for count in args.gateways.split(",")]
+    if args.real:
+        exchanges_s = [float(each) for each in args.exchange.split(",")]
+        real = real_views.measure(counts, exchanges_s, args.rate, args.for_s)
+        print(json.dumps([asdict(one) for one in real]) if args.json else real_views.as_table(real))
+        return
+    each = product(setups(counts), range(args.seeds))
     runs = [run(args.cell, args.rate, setup, seed, args.requests) for setup, seed in each]
     print(json.dumps([asdict(one) for one in runs]) if args.json else as_table(runs))
 
