@@ -185,6 +185,14 @@ def test_a_row_is_used_again_and_one_gateway_too_many_is_refused(gateway):
     assert gateway.held()[0] == (7, 70)
 
 
+def test_a_gateway_that_keeps_starting_again_gets_the_row_of_what_it_was_before(gateway):
+    """Of three rows; a third of the time-out is as long as messages are apart at most."""
+    for life in range(9):
+        gateway.heard.take(said([1], f"{life:032x}".replace("0", "a")), life * TIMEOUT_S / 8)
+    assert gateway.held()[0] == (3, 30)
+    assert len(gateway.heard.views) == 3
+
+
 def test_a_gateway_may_come_to_have_more_workers_in_its_life_than_a_row_has_room_for(gateway):
     for start in (0, MOST_WORKERS - 1):
         decode = {key_of(f"w{start + i}"): Load(1, 1) for i in range(MOST_WORKERS - 1)} | {KEYS[0]: Load(3, 3)}
@@ -269,3 +277,10 @@ def test_changes_are_told_at_the_next_look_and_all_is_told_once_in_a_while():
     pace.ended(taken=False)
     assert not pace.due(1.25, "y"), "who did not take one is left alone for a while"
     assert pace.due(2.0, "y")
+
+
+def test_more_than_a_message_could_say_is_refused_before_memory_is_taken_for_it(gateway):
+    body = msgspec.to_builtins(said([1, 1]))
+    body["use"] = {"layers": 4096, "experts": 65536, "workers": []}
+    with pytest.raises(InputError, match="2 workers of 4096 x 65536 experts are more than a message"):
+        gateway.heard.take(read_message(msgspec.msgpack.encode(body)), 0.0)

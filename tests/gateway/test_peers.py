@@ -125,6 +125,16 @@ async def test_each_gateway_sees_what_all_hold_and_that_it_is_over():
 
 
 @story
+async def test_workers_are_known_by_where_they_are_however_that_is_written():
+    async with gateways({}) as (one,), contextlib.AsyncExitStack() as stack:
+        decode = tuple(engine.url.replace("http:", "HTTP:") + "/" for engine in one.decode)
+        async with beside(one, decode=decode[::-1], peer=(one.admin_url,)) as other:
+            await stream(other, stack)
+            await eventually(lambda: total(one) == 1)
+            assert held(one) == held(other)[::-1]
+
+
+@story
 async def test_a_gateway_that_stops_takes_its_load_along_at_once():
     async with gateways({}, peer_timeout_s=60) as (one,), contextlib.AsyncExitStack() as stack:
         async with beside(one, peer=(one.admin_url,)) as other:

@@ -80,8 +80,10 @@ def describe(served: Serving) -> Iterator[str]:
         yield f"profile   {config.profile}: {profile.model}, {profile.geometry}, {profile.clusters} centroids"
     else:
         yield "profile   none"
+    for url in config.peer:
+        yield f"peer      {url}"
     yield f"serving   {served.url}"
-    yield f"admin     {served.admin_url}/metrics /workers /decisions /policies /config /health"
+    yield f"admin     {served.admin_url}/metrics /workers /decisions /policies /config /peers /health"
 
 
 _hints = typing.get_type_hints(GatewayConfig)

@@ -20,6 +20,9 @@ from coterie.routing.shared_load import MOST_ROWS
 
 MAX_CONFIG_BYTES = 1 << 20
 
+LEAST_MESSAGES = 3
+"""Messages of a peer that are due before it is forgotten."""
+
 
 def _option(default: Any, text: str, *, fixed: bool = False) -> Any:
     """A setting; one that is fixed cannot change while the gateway runs."""
@@ -183,10 +186,10 @@ class GatewayConfig:
 
     def _check_peers(self) -> None:
         _check_different("peer", self.peer)
-        if self.peer_timeout_s < 3 * self.exchange_s:
+        if self.peer_timeout_s < LEAST_MESSAGES * self.exchange_s:
             raise ConfigError(
-                f"peer_timeout_s: {self.peer_timeout_s:g} is less than 3 times exchange_s ({self.exchange_s:g}): "
-                "a peer would be forgotten for one late message"
+                f"peer_timeout_s: {self.peer_timeout_s:g} is less than {LEAST_MESSAGES} times exchange_s "
+                f"({self.exchange_s:g}): a peer would be forgotten for one late message"
             )
         if self.board_rows > MOST_ROWS:
             raise ConfigError(

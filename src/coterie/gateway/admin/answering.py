@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from coterie.errors import InputError, WireError
+from coterie.errors import InputError, UnsupportedError, WireError
 from coterie.gateway.admin.changes import NotServingError, UnknownWorkerError
 from coterie.gateway.admin.openapi import JSON, Operation
 from coterie.gateway.edge.http1 import error_body
@@ -46,7 +46,7 @@ async def _answer(operation: Operation, request: Request) -> Response:
         return _error(503, str(error), "unavailable_error", "starting")
     except UnknownWorkerError as error:
         return _error(404, str(error), "not_found_error", "unknown_worker")
-    except InputError as error:
+    except (InputError, UnsupportedError) as error:
         return _error(409, str(error), "invalid_request_error", "refused")
 
 

@@ -124,14 +124,19 @@ class Exchange(Collector):
 
     async def _run(self) -> None:
         while True:
-            now_s = self.now()
-            for view in self.heard.expire(now_s):
-                name = self.names().get(view.identity, view.identity)
-                _log.warning("peer %s is silent: its %d requests no longer count", name, view.requests)
-            for link in self.links:
-                link.pool.expire(now_s)
-            self._tell(now_s, self._own.mark())
+            try:
+                self._look(self.now())
+            except Exception:
+                _log.exception("the exchange with peers failed; it is tried again")
             await asyncio.sleep(self._look_s)
+
+    def _look(self, now_s: float) -> None:
+        for view in self.heard.expire(now_s):
+            name = self.names().get(view.identity, view.identity)
+            _log.warning("peer %s is silent: its %d requests no longer count", name, view.requests)
+        for link in self.links:
+            link.pool.expire(now_s)
+        self._tell(now_s, self._own.mark())
 
     def _tell(self, now_s: float, mark: bytes) -> None:
         due = [link for link in self._others() if link.pace.due(now_s, mark)]
@@ -155,18 +160,20 @@ class Exchange(Collector):
         return write_message(message_of(self._own.figures(), self.identity, self._sequence, leaving=leaving))
 
     async def _post(self, link: Link, body: bytes) -> None:
-        reply = Collected(_MAX_REPLY_BYTES)
+        reply, taken = Collected(_MAX_REPLY_BYTES), False
         try:
             await link.pool.post(PATH.encode(), b"", body, reply, self._patience, MEDIA.encode())
             link.identity = _identity(reply)
+            taken = True
         except EngineError as error:
             self._failed(link, str(error), "refused" if reply.complete else "failed")
         else:
             self._taken(link)
+        finally:
+            link.pace.ended(taken=taken)
 
     def _taken(self, link: Link) -> None:
         self._messages.inc(link.name, "taken")
-        link.pace.ended(taken=True)
         link.told_s = self.now()
         if link.problem is not None:
             _log.info("peer %s (%s) is told what this gateway holds", link.name, link.url)
@@ -174,7 +181,6 @@ class Exchange(Collector):
 
     def _failed(self, link: Link, problem: str, outcome: str) -> None:
         self._messages.inc(link.name, outcome)
-        link.pace.ended(taken=False)
         if link.problem != problem:
             _log.warning("peer %s (%s) is not told what this gateway holds: %s", link.name, link.url, problem)
         link.problem = problem

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from coterie.errors import CoterieError, InputError
+from coterie.gateway.config import LEAST_MESSAGES
 from coterie.gateway.peers.message import Figures, Message, figures_of
 from coterie.routing import Load
 from coterie.routing.shared_batches import HeardBatches, HeldBatches, Shape
@@ -97,6 +98,9 @@ class Heard:
     The last message is the one of the greatest number, in whatever order they come.  How long ago it came is told by
     this host's clock alone, so a message that was long on its way counts as fresh for once; the next one mends that.
 
+    A gateway that starts again is another one, so one that keeps starting again may need more rows than there are: it
+    then gets that of whoever has been silent for longest, if for so long that messages are missing.
+
     Args:
         own: what this gateway holds.
         identity: of this gateway; what it says itself is not taken.
@@ -136,7 +140,7 @@ class Heard:
             return True
         figures = figures_of(message)
         unknown = self._own.check(figures)
-        self._write(message.identity, figures)
+        self._write(message.identity, figures, now_s)
         loads = [*figures.prefill.values(), *figures.decode.values()]
         self.views[message.identity] = View(
             message.identity,
@@ -163,18 +167,25 @@ class Heard:
             written.clear()
             self._free.append(written.row)
 
-    def _write(self, identity: str, figures: Figures) -> None:
+    def _write(self, identity: str, figures: Figures, now_s: float) -> None:
         if identity not in self._written:
-            if not self._free:
-                raise InputError(
-                    f"this gateway hears of {len(self.views)} others already; give every gateway all others by --peer"
-                )
+            self._make_room(now_s)
             self._written[identity] = _Written(self._board, self._free.pop(0), self._folder)
         try:
             self._written[identity].put(figures)
         except CoterieError:
             self.forget(identity)
             raise
+
+    def _make_room(self, now_s: float) -> None:
+        if self._free:
+            return
+        silent = min(self.views.values(), key=lambda view: view.heard_s)
+        if now_s - silent.heard_s < self._timeout_s / LEAST_MESSAGES:
+            raise InputError(
+                f"this gateway hears of {len(self.views)} others already; give every gateway all others by --peer"
+            )
+        self.forget(silent.identity)
 
 
 class _Written:

@@ -143,6 +143,11 @@ def figures_of(message: Message) -> Figures:
     shape = None
     if use is not None:
         shape = (use.layers, use.experts)
+        if 4 * use.layers * use.experts * len(message.decode) > MAX_MESSAGE_BYTES:
+            raise InputError(
+                f"use: {len(message.decode)} workers of {use.layers} x {use.experts} experts are more than a message "
+                f"of {MAX_MESSAGE_BYTES} bytes could say"
+            )
         for used in use.workers:
             batches[int(used.worker, 16)] = used.requests, _sums(used, shape)
         if len(batches) < len(use.workers):
