@@ -127,3 +127,20 @@ def test_a_status_without_body_has_none_whatever_its_headers_say(status: bytes) 
     head = parse_response_head(b"HTTP/1.1 %b\r\ntransfer-encoding: chunked\r\n\r\n" % status)
     assert (head.chunked, head.length) == (False, 0)
     assert framing_of(head).done
+
+
+def test_a_chunk_of_a_size_that_was_read_before_is_taken_apart_alike_and_checked_alike():
+    for _ in range(2):  # the second time the line is known
+        payload = []
+        framing = ChunkedFraming(payload)
+        assert framing.feed(b"3\r\nabc\r\n") == 8
+        assert framing.between_chunks
+        assert framing.feed(b"3\r\nde") == 5
+        assert framing.feed(b"f\r\n3\r\nghi\r\n") == 11
+        assert framing.feed(b"0\r\n\r\nmore") == 5
+        assert framing.done
+        assert b"".join(payload) == b"abcdefghi"
+        assert framing.feed(b"3\r\nabc\r\n") == 0
+    with pytest.raises(MalformedError):
+        ChunkedFraming().feed(b"3\r\nabcde")
+    assert ChunkedFraming().feed(b"3\r\nabc\r\n0\r\n\r\n") == 13

@@ -142,12 +142,12 @@ class Changes(RuleBasedStateMachine):
             ledger.lease(lease.worker, lease.request)
         batches = self.policy._pool.batches
         if fresh._pool is None:
-            assert not batches.requests.any()
+            assert not any(batches.requests)
             assert not batches._batches.sums.any()
             return
-        assert (batches.requests == fresh._pool.batches.requests).all()
+        assert batches.requests == fresh._pool.batches.requests
         assert (batches._batches.sums == fresh._pool.batches._batches.sums).all()
-        assert (batches.active == fresh._pool.batches.active).all()
+        assert batches.active == fresh._pool.batches.active
 
     def teardown(self):
         for lease in getattr(self, "held", []):

@@ -29,7 +29,7 @@ def test_active_experts_are_the_union_that_is_expected():
     join(batches, "b", 0.5, 0, 0.5, MOST)
     # idle: 0.25, 0.5, 0.25, 0.5 * (1 - MOST), which is next to nothing
     assert np.allclose(batches.active, [0, 3], atol=1e-5)
-    assert batches.requests.tolist() == [0, 2]
+    assert batches.requests == [0, 2]
 
 
 def test_what_is_added_is_asked_of_a_batch_of_the_mean_size_composed_alike():
@@ -43,7 +43,7 @@ def test_what_is_added_is_asked_of_a_batch_of_the_mean_size_composed_alike():
 def test_a_batch_of_which_all_have_left_is_taken_for_what_it_was():
     batches = LiveBatches(["a", "b"], GEOMETRY)
     batches.leave("b", join(batches, "b", 0.5, 0, 0.5, 0))
-    assert batches.active.tolist() == [0, 0]
+    assert batches.active == [0, 0]
     assert np.allclose(batches.added(usage(0.5, 0.5, 0, 0), load=2), [1, 0.5 * 0.25 + 0.5], atol=1e-5)
 
 
@@ -87,7 +87,7 @@ def test_a_batch_that_has_emptied_activates_nothing_to_the_last_bit():
     rows = [join(batches, "a", *np.random.default_rng(i).random(4) * MOST) for i in range(300)]
     for row in reversed(rows):
         batches.leave("a", row)
-    assert batches.active.tolist() == [0]
+    assert batches.active == [0]
 
 
 def test_mean_usage_is_the_mean_of_all_that_were_counted_and_then_of_the_last():
@@ -119,13 +119,13 @@ def test_batches_are_the_same_whoever_holds_a_request_once_it_is_taken_in():
     row, more = join(mine, "b", 0.5, 0, 0.5, 0), row_of(usage(0.25, 0.5, 0, 0))
     join(alone, "b", 0.5, 0, 0.5, 0)
     others.news = [(1, 2, 2 * more.astype(np.int64))]
-    assert mine.active.tolist() == alone.active.tolist()
+    assert mine.active == alone.active
     mine.take_in()
     for _ in range(2):
         join(alone, "b", 0.25, 0.5, 0, 0)
-    assert mine.active.tolist() == alone.active.tolist()
-    assert mine.requests.tolist() == [0, 3]
+    assert mine.active == alone.active
+    assert mine.requests == [0, 3]
     mine.take_in()
     mine.leave("b", row)
-    assert mine.requests.tolist() == [0, 2]
+    assert mine.requests == [0, 2]
     assert others.told == [(1, row.tolist(), 1), (1, row.tolist(), -1)]

@@ -136,7 +136,7 @@ def test_marginal_of_two_processes_decides_as_that_of_one_once_it_has_taken_in(b
             ledger.lease(GROUPS[i % 3 % 2], request)
     for policy, ledger in zip(policies, ledgers, strict=True):
         policy.due(ledger.states(), 0.0)
-    active = [policy._pool.batches.active.tolist() for policy in policies]
+    active = [policy._pool.batches.active for policy in policies]
     assert active[0] == active[1] == active[2]
     states = [[(state.requests, state.tokens) for state in ledger.states()] for ledger in ledgers]
     assert states[0] == states[1] == states[2]

@@ -382,7 +382,7 @@ def _without_steering(fields: Fields, extra: str) -> Fields:
             the output at the decode server, and vLLM's NIXL servers return neither.
     """
     for name in _ROUTED_EXPERTS:
-        if bytes(fields.get(name, b"null")) not in (b"null", b"false"):
+        if name in fields and bytes(fields[name]) not in (b"null", b"false"):
             raise RequestError(
                 f"{name}: split servers cannot return the experts of each token; ask a server that does both", name
             )
@@ -444,6 +444,20 @@ def _why_undividable(path: str, sampling: Fields, prompt: bytes) -> str | None:
     """
     if not _DIALECTS[path].divides:
         return "path"
+    if not _UNDIVIDABLE.isdisjoint(sampling) and (why := _why_sampling_undividable(sampling)) is not None:
+        return why
+    if path == COMPLETIONS and _several_prompts(prompt):
+        return "several prompts in one request"
+    return None
+
+
+_UNDIVIDABLE = frozenset(
+    ("n", "best_of", "use_beam_search", "prompt_logprobs", "prompt_logprob_token_ids", "echo", "truncate_prompt_tokens")
+)
+"""Sampling fields that may say so; most requests have none of them."""
+
+
+def _why_sampling_undividable(sampling: Fields) -> str | None:
     for name in ("n", "best_of"):
         value = _read(sampling, name, _optional_int)
         if value is not None and value > 1:
@@ -457,8 +471,6 @@ def _why_undividable(path: str, sampling: Fields, prompt: bytes) -> str | None:
         return "echo"
     if bytes(sampling.get("truncate_prompt_tokens", b"")).startswith(b"-"):
         return "truncate_prompt_tokens < 0"
-    if path == COMPLETIONS and _several_prompts(prompt):
-        return "several prompts in one request"
     return None
 
 

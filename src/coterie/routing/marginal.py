@@ -84,19 +84,18 @@ class Marginal:
         """Choose the worker of least marginal cost."""
         if self._pool is None:
             return load_only(workers, "no counts", request.counts_problem or "")
-        usage = self._pool.usage(request)
-        places = self._pool.batches.places([worker.group for worker in workers])
-        load = sum(worker.requests for worker in workers) / len(workers)
-        each = self._pool.times.per_request
-        steps = [
-            active + each * worker.requests
-            for active, worker in zip(self._pool.batches.active[places].tolist(), workers, strict=True)
+        batches = self._pool.batches
+        places = batches.places([worker.group for worker in workers])
+        requests = [worker.requests for worker in workers]
+        load, each = sum(requests) / len(workers), self._pool.times.per_request
+        added = batches.added(self._pool.usage(request), load * self._ranks).tolist()
+        costs = [
+            _NOW * (batches.active[place] + each * held) + (load + 1) * added[place]
+            for place, held in zip(places, requests, strict=True)
         ]
-        added = self._pool.batches.added(usage, load * self._ranks)[places].tolist()
-        costs = [_NOW * step + (load + 1) * one for step, one in zip(steps, added, strict=True)]
         most = _BOUND * load + 1
-        eligible = [k for k, worker in enumerate(workers) if worker.requests <= most]
-        best = min(eligible, key=lambda k: (costs[k], workers[k].requests, workers[k].assigned, workers[k].name))
+        eligible = [k for k, held in enumerate(requests) if held <= most]
+        best = min(eligible, key=lambda k: (costs[k], requests[k], workers[k].assigned, workers[k].name))
         return Decision(
             workers[best].name,
             "marginal cost",

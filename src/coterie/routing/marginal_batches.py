@@ -105,9 +105,9 @@ class LiveBatches:
         self.geometry = geometry
         self._others = others
         pairs = geometry.layers * geometry.experts
-        self.active = np.zeros(len(groups))
+        self.active = [0.0] * len(groups)
         self._position = {group: g for g, group in enumerate(groups)}
-        self.requests = np.zeros(len(groups), dtype=np.int64)
+        self.requests = [0] * len(groups)
         self._batches = KERNEL.batches(len(groups), pairs)
         self._pairs = pairs
         self._came = [0] * len(groups)  # requests that `before` is of

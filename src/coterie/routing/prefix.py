@@ -46,7 +46,7 @@ class Prefix:
     def __init__(self, targets: Sequence[WorkerState]) -> None:
         ring = sorted((_point(f"{t.name}#{i}".encode()), t.name) for t in targets for i in range(_VIRTUAL_NODES))
         self._points = [point for point, _ in ring]
-        self._owners = [name for _, name in ring]
+        self._owners = 2 * [name for _, name in ring]  # so that once around is one piece, from wherever
 
     def choose(self, request: RouteRequest, workers: Sequence[WorkerState], rng: np.random.Generator) -> Decision:
         """Choose the first worker on the ring that is not above the bound."""
@@ -63,8 +63,8 @@ class Prefix:
     def _walk(self, key: bytes) -> Iterator[str]:
         """Owners of the points from the key onwards, once around."""
         start = bisect_left(self._points, _point(key))
-        yield from self._owners[start:]
-        yield from self._owners[:start]
+        for place in range(start, start + len(self._points)):
+            yield self._owners[place]
 
 
 def _point(key: bytes) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,8 +25,7 @@ _LEAST = 1e-3
 _Three = npt.NDArray[np.float64]
 
 
-@dataclass(frozen=True, slots=True)
-class Seen:
+class Seen(NamedTuple):
     """Integrals over time at one worker, until a moment.
 
     Attributes:
@@ -90,6 +89,7 @@ class StepModel:
         self._sums = np.zeros(3)
         self._weight = 0.0
         self._constants: _Three | None = None
+        self._new: list[tuple[float, float, float]] = []  # observations, until they are taken in together
         self._error = 1.0
         self.per_request = float(self._prior[1])
         self.observations = 0
@@ -105,23 +105,30 @@ class StepModel:
         life_s = ended.time_s - begun.time_s
         if not (life_s > 0 and step_s > 0):
             return
-        row = np.array([1.0, (ended.requests - begun.requests) / life_s, (ended.active - begun.active) / life_s])
-        self._add(row / step_s)
+        requests, active = ended.requests - begun.requests, ended.active - begun.active
+        self._new.append((1 / step_s, requests / life_s / step_s, active / life_s / step_s))
         self.observations += 1
-        if self.observations % _EVERY == 0:
+        if len(self._new) == _EVERY:
+            self._take_in(np.array(self._new))
+            self._new.clear()
             self._solve()
 
-    def _add(self, row: _Three) -> None:
-        """Take in a row whose product with the constants should be 1."""
-        weight = 1.0
-        if self._constants is not None:
-            error = abs(float(row @ self._constants) - 1)
-            weight = min(1.0, _OUTLIER * self._error / error) if error else 1.0
+    def _take_in(self, rows: npt.NDArray[np.float64]) -> None:
+        """Take in rows `[n, 3]`, oldest first, whose products with the constants should be 1."""
+        weights = np.ones(len(rows)) if self._constants is None else self._weigh(abs(rows @ self._constants - 1))
+        kept = (1 - 1 / _REMEMBERED) ** np.arange(len(rows), -1, -1)  # first, of what there was before
+        weighed = (weights * kept[1:])[:, None] * rows
+        self._squares = kept[0] * self._squares + weighed.T @ rows
+        self._sums = kept[0] * self._sums + weighed.sum(axis=0)
+        self._weight = float(kept[0] * self._weight + weights @ kept[1:])
+
+    def _weigh(self, errors: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """Weights of rows that are off by so much, oldest first."""
+        weights = []
+        for error in errors.tolist():
+            weights.append(min(1.0, _OUTLIER * self._error / error) if error else 1.0)
             self._error += (min(error, _OUTLIER * self._error) - self._error) / 100
-        kept = 1 - 1 / _REMEMBERED
-        self._squares = kept * self._squares + weight * np.outer(row, row)
-        self._sums = kept * self._sums + weight * row
-        self._weight = kept * self._weight + weight
+        return np.array(weights)
 
     def _solve(self) -> None:
         scale = (self._prior @ self._sums) / (self._prior @ self._squares @ self._prior)

@@ -64,13 +64,13 @@ class Request:
     http10: bool = False
     arrived_s: float = 0.0
     key: Key | None = None
+    _named: dict[bytes, bytes] | None = None
 
     def header(self, name: bytes) -> bytes | None:
-        """Value of the first header called `name`, which is in lower case."""
-        for key, value in self.headers:
-            if key == name:
-                return value
-        return None
+        """Value of the first header called `name`, which is in lower case; only once all headers are there."""
+        if self._named is None:
+            self._named = dict(reversed(self.headers))  # so that the first of several counts
+        return self._named.get(name)
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,6 +39,10 @@ HOP_BY_HOP = frozenset(
 _NOT_FROM_WORKERS = HOP_BY_HOP | {b"x-request-id"}
 _PHRASES = {status.value: status.phrase.encode() for status in http.HTTPStatus}
 _ABSOLUTE = re.compile(rb"https?://[^/?#]+(.*)", re.IGNORECASE | re.DOTALL)
+_SHORT_LINE_BYTES = 8
+_MOST_SIZES = 4096
+_sizes: dict[bytes, int] = {}
+"""Sizes of chunks, by short lines that said so."""
 _CHUNK_SIZE = re.compile(rb"([0-9a-fA-F]{1,15})[ \t]*(?:;.*)?\r\n", re.DOTALL)
 
 
@@ -284,6 +288,12 @@ class ChunkedFraming:
     def feed(self, data: bytes) -> int:
         """See `Framing.feed`."""
         at, end = 0, len(data)
+        if self.between_chunks:  # most reads bring one chunk, whole, of a size that was read before
+            start = data.find(b"\n", 0, _SHORT_LINE_BYTES) + 1
+            if _sizes.get(data[:start]) == end - start - 2 and data.endswith(b"\r\n"):
+                if self.payload is not None:
+                    self.payload.append(data[start:-2])
+                return end
         while at < end and not self.done:
             at = self._skip_chunk(data, at, end) if self._left else self._read_line(data, at)
         self.between_chunks = not (self._left or self._line or self._trailer)
@@ -318,6 +328,8 @@ class ChunkedFraming:
         if size is None:
             raise MalformedError("a chunk has no size")
         length = int(size[1], 16)
+        if length and len(line) <= _SHORT_LINE_BYTES and len(_sizes) < _MOST_SIZES:
+            _sizes[line] = length
         self._left = length + 2 if length else 0
         self._trailer = length == 0
 

@@ -195,9 +195,11 @@ class Fleet:
         Raises:
             NoWorkerError: with the reason for each worker, and when to ask again.
         """
-        if not any(not worker.problems for worker in self.workers.values()):
-            why = ", ".join(f"{worker.name}: {' and '.join(worker.problems)}" for worker in self.workers.values())
-            raise NoWorkerError(f"no {self.role} worker is available ({why})", self._retry_after_s())
+        for worker in self.workers.values():
+            if not worker.problems:
+                return
+        why = ", ".join(f"{worker.name}: {' and '.join(worker.problems)}" for worker in self.workers.values())
+        raise NoWorkerError(f"no {self.role} worker is available ({why})", self._retry_after_s())
 
     def set_problem(self, worker: Worker, reason: Reason, problem: str | None) -> None:
         """Keep requests from a worker for a reason, told in words; or no longer for this reason, with None."""

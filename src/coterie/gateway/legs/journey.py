@@ -152,29 +152,34 @@ class DecisionLog:
     """The last decode decisions, oldest first; neither counts nor content."""
 
     def __init__(self, keep: int) -> None:
-        self._entries: deque[dict[str, Any]] = deque(maxlen=keep)
+        self._entries: deque[tuple[Any, ...]] = deque(maxlen=keep)
 
     def add(self, journey: Journey, request: RouteRequest, decision: Decision) -> None:
         """Keep a decision."""
-        self._entries.append(
-            {
-                "time": time.time(),
-                "id": journey.id,
-                "path": journey.request.path,
-                "prefill": journey.prefill or None,
-                "decode": decision.worker,
-                "reason": decision.reason,
-                "detail": decision.detail or None,
-                "scores": decision.scores,
-                "candidates": decision.candidates,
-                "passed_over": decision.passed_over,
-                "prompt_tokens": request.prompt_tokens,
-                "output_tokens": request.output_tokens,
-                "counts": request.counts is not None,
-            }
-        )
+        path, counted = journey.request.path, request.counts is not None
+        tokens = request.prompt_tokens, request.output_tokens
+        self._entries.append((time.time(), journey.id, path, journey.prefill, decision, *tokens, counted))
 
     def entries(self) -> list[dict[str, Any]]:
         """JSON-ready decisions."""
-        pairs = ("scores", "passed_over")
-        return [{**entry, **{name: dict(entry[name]) for name in pairs}} for entry in self._entries]
+        return [_entry(*entry) for entry in self._entries]
+
+
+def _entry(
+    time_s: float, id_: str, path: str, prefill: str, decision: Decision, prompt: int, output: int, counts: bool
+) -> dict[str, Any]:
+    return {
+        "time": time_s,
+        "id": id_,
+        "path": path,
+        "prefill": prefill or None,
+        "decode": decision.worker,
+        "reason": decision.reason,
+        "detail": decision.detail or None,
+        "scores": dict(decision.scores),
+        "candidates": decision.candidates,
+        "passed_over": dict(decision.passed_over),
+        "prompt_tokens": prompt,
+        "output_tokens": output,
+        "counts": counts,
+    }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
 from coterie.core import Role
@@ -107,6 +107,9 @@ class Budget:
         return True
 
 
+_NOBODY: Mapping[Role, frozenset[str]] = {"prefill": frozenset(), "decode": frozenset()}
+
+
 class Tries:
     """What was tried for one request.
 
@@ -119,13 +122,13 @@ class Tries:
 
     def __init__(self) -> None:
         self.failed: list[LegFailed] = []
-        self.avoid: dict[Role, frozenset[str]] = {"prefill": frozenset(), "decode": frozenset()}
+        self.avoid = _NOBODY
 
     def note(self, failure: LegFailed) -> None:
         """Count a failure, and whom not to ask again; KV that grew too old is nobody's fault."""
         self.failed.append(failure)
         if failure.reason != "too old":
-            self.avoid[failure.role] |= {failure.worker}
+            self.avoid = {**self.avoid, failure.role: self.avoid[failure.role] | {failure.worker}}
 
     def may_go_on(self, failure: LegFailed, available: Iterable[str], retries: int) -> bool:
         """Whether another attempt is allowed, apart from the budget: there must be somebody else to ask.
