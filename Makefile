@@ -12,7 +12,7 @@ ENGINE ?= embedded
 DEMO_NEEDS = $(if $(filter vllm,$(ENGINE)),vllm-env,install)
 DEMO_SIZE_vllm = --requests 32 --concurrency 16 --rounds 1
 
-.PHONY: help install vllm-env check test test-fast demo clean
+.PHONY: help install vllm-env check test test-fast demo demo-experts clean
 
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:[^#]*## */\t/' | expand -t 16
@@ -42,6 +42,10 @@ test-fast: install  ## what needs no vLLM and takes no minutes (under 90 s)
 demo: $(DEMO_NEEDS)  ## five policies on five workers of the embedded engine (a few minutes); ENGINE=vllm: real vLLM
 	@mkdir -p .demo
 	$(BIN)/coterie demo --engine $(ENGINE) $(DEMO_SIZE_$(ENGINE)) --json .demo/result.json --html .demo/report.html
+
+demo-experts: install  ## expert servers under load: one is killed, one is added (a minute)
+	@mkdir -p .demo
+	$(BIN)/coterie experts demo
 
 clean:           ## remove what the demo left behind (not the environments)
 	rm -rf .demo build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 
-from coterie.cli.demo import _scratch
+from coterie.cli.demo import scratch
 from coterie.errors import EngineError
 from coterie.up.config import load_cluster_config
 
@@ -26,7 +26,7 @@ def fill(folder):
 
 @pytest.mark.parametrize("end", [None, KeyboardInterrupt, EngineError("decode-0 ended before it was ready")])
 def test_only_an_error_leaves_anything_there_and_that_is_its_logs(config, end):
-    with contextlib.suppress(EngineError, KeyboardInterrupt), _scratch(config) as own:
+    with contextlib.suppress(EngineError, KeyboardInterrupt), scratch(config) as own:
         fill(own.run_dir)
         if end:
             raise end

@@ -1,5 +1,6 @@
 """A cluster of embedded engines whose experts are in servers of their own."""
 
+import asyncio
 import os
 import signal
 import time
@@ -8,10 +9,12 @@ from pathlib import Path
 import httpx
 import pytest
 
+from coterie.calibration.prompts import Prompt
 from coterie.experts.monitor.calls import ask
 from coterie.experts.monitor.messages import Status
 from coterie.up.cluster import Cluster
 from coterie.up.config import load_cluster_config
+from coterie.up.experts_demo import DemoOptions, ExpertsDemo, phases
 
 pytestmark = pytest.mark.slow
 
@@ -55,13 +58,32 @@ def until(look):
         time.sleep(0.05)
 
 
+def test_the_demo_kills_and_adds_a_server_and_no_request_fails(cluster):
+    prompts = [Prompt(f"test:{number}", "", f"Once upon a time {number}", None) for number in range(4)]
+    options = DemoOptions(kill_s=1.0, grow_s=5.0, end_s=9.0, streams=2, max_tokens=8)
+    demo = ExpertsDemo(cluster, prompts, options)
+    told = []
+    demo.tell = lambda at_s, text: told.append((at_s, text))
+    asyncio.run(demo.run())
+    assert demo.load.seen.errors == []
+    victim = next(text for _, text in told if text.startswith("KILLED")).split()[1].rstrip(":")
+    assert any(text.startswith("STARTING experts-2, with the experts of experts-") for _, text in told)
+    found = phases(demo.marks, demo.ended_s, demo.load.seen)
+    assert [phase.name for phase in found][:2] == ["2 servers", f"{victim} is killed"]
+    assert {f"{victim} serves", "experts-2 serves"} <= {phase.name for phase in found}
+    assert sum(phase.finished for phase in found) > 0
+    cluster.stop_member(cluster.members("experts")[-1])
+    until(lambda: serving(cluster) == ["experts-0", "experts-1"])
+
+
 def test_a_server_that_is_killed_is_started_again_and_answers_stay_the_same(cluster):
     text = answer(cluster)
     assert serving(cluster) == ["experts-0", "experts-1"]
     victim = cluster.members("experts")[0].process
+    before = victim.restarts
     os.killpg(victim.pid, signal.SIGKILL)
     assert answer(cluster) == text
-    until(lambda: victim.restarts == 1 and serving(cluster) == ["experts-0", "experts-1"])
+    until(lambda: victim.restarts > before and serving(cluster) == ["experts-0", "experts-1"])
     assert answer(cluster) == text
 
 

@@ -19,7 +19,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from coterie.cli.show import show
 from coterie.cli.up import default_engine_env, interrupt, show_states
-from coterie.engines.embedded.kv import PREFIX
+from coterie.engines.embedded.kv import PREFIX as KV
+from coterie.experts.transport.shared import PREFIX as EXPERTS
 from coterie.files import check_target
 from coterie.report import svg
 from coterie.report.page import write
@@ -85,7 +86,7 @@ def demo(engine: str, file: Path | None, json_file: Path | None, html: Path | No
         check_target(path, [options.calibrate, options.serve])
     schedule = draw_schedule(options)
     console = Console(stderr=True)
-    with _scratch(config) as config:
+    with scratch(config) as config:
         cluster = Cluster(config)
         try:
             with show_states(cluster, console):
@@ -105,8 +106,8 @@ def demo(engine: str, file: Path | None, json_file: Path | None, html: Path | No
 
 
 @contextmanager
-def _scratch(config: ClusterConfig) -> Iterator[ClusterConfig]:
-    """The configuration with a run folder of its own, which is removed; after an error, its logs stay to explain it."""
+def scratch(config: ClusterConfig) -> Iterator[ClusterConfig]:
+    """The configuration with a run folder of its own, without gateway; removed, but for its logs after an error."""
     folder = config.run_dir / f"demo-{os.getpid()}"
     keep = False
     try:
@@ -116,7 +117,8 @@ def _scratch(config: ClusterConfig) -> Iterator[ClusterConfig]:
         raise
     finally:
         handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # no process is left: let nothing stop the rest
-        sweep(PREFIX)  # a second Ctrl-C kills engines, which then cannot remove their shared memory
+        for prefix in (KV, EXPERTS):
+            sweep(prefix)  # a second Ctrl-C kills engines, which then cannot remove their shared memory
         shutil.rmtree(folder / "weights" if keep else folder, ignore_errors=True)
         with suppress(OSError):  # other things are in it, such as the results
             config.run_dir.rmdir()

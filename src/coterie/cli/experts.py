@@ -10,6 +10,7 @@ _VERBS = {
     "serve": "run a server of some of a model's experts",
     "monitor": "run the process that knows which expert servers there are",
     "status": "show expert servers, their load and the experts' replicas",
+    "demo": "kill an expert server under load, and add one",
 }
 
 

@@ -26,7 +26,7 @@ def show(sentences: Sequence[str], tables: Sequence[Table], width: int) -> None:
     for table in tables:
         console.print()
         console.print(table.title, style="bold")
-        console.print(_rich(table))
+        console.print(drawn(table))
         if table.note:
             console.print(printable(table.note), style="dim")
 
@@ -45,10 +45,11 @@ def working(first: str) -> Iterator[Callable[[str], None]]:
         yield status.update
 
 
-def _rich(table: Table) -> RichTable:
-    drawn = RichTable(box=None, pad_edge=False, show_header=any(name for name, _ in table.headings))
+def drawn(table: Table) -> RichTable:
+    """A table as a terminal shows it, without its title."""
+    grid = RichTable(box=None, pad_edge=False, show_header=any(name for name, _ in table.headings))
     for name, right in table.headings:
-        drawn.add_column(name, justify="right" if right else "left", overflow="fold")
+        grid.add_column(name, justify="right" if right else "left", overflow="fold")
     for row in table.rows:
-        drawn.add_row(*map(printable, row))
-    return drawn
+        grid.add_row(*map(printable, row))
+    return grid

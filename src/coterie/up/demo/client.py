@@ -64,6 +64,29 @@ async def serve_all(
 
 
 async def _serve(client: httpx.AsyncClient, model: str, id_: str, prompt: Prompt, max_tokens: int) -> Served:
+    tokens: list[int] = []
+    sent_s = first_s = last_s = time.monotonic()
+    try:
+        async for new in stream_tokens(client, model, id_, prompt, max_tokens):
+            last_s = time.monotonic()
+            first_s = first_s if tokens else last_s
+            tokens += new
+    except (httpx.HTTPError, EngineError) as error:
+        return Served(id_, prompt, tuple(tokens), None, str(error) or type(error).__name__)
+    if len(tokens) != max_tokens:
+        return Served(id_, prompt, tuple(tokens), None, f"{len(tokens)} tokens instead of {max_tokens}")
+    return Served(id_, prompt, tuple(tokens), RequestTimeline(sent_s, first_s, last_s, len(tokens)))
+
+
+async def stream_tokens(
+    client: httpx.AsyncClient, model: str, id_: str, prompt: Prompt, max_tokens: int
+) -> AsyncIterator[list[int]]:
+    """Send a request, greedy and of fixed length; yields the ids of its output tokens as they come.
+
+    Raises:
+        httpx.HTTPError: the server cannot be reached, or is lost.
+        EngineError: it answers with an error, or cuts its stream.
+    """
     body = {
         "model": model,
         **prompt.fields,
@@ -74,19 +97,9 @@ async def _serve(client: httpx.AsyncClient, model: str, id_: str, prompt: Prompt
         "return_token_ids": True,
     }
     headers = {"x-request-id": id_, **({"x-coterie-domain": prompt.label} if prompt.label else {})}
-    tokens: list[int] = []
-    sent_s = first_s = last_s = time.monotonic()
-    try:
-        async for chunk in _chunks(client, prompt.path, body, headers):
-            if new := _token_ids(chunk):
-                last_s = time.monotonic()
-                first_s = first_s if tokens else last_s
-                tokens += new
-    except (httpx.HTTPError, EngineError) as error:
-        return Served(id_, prompt, tuple(tokens), None, str(error) or type(error).__name__)
-    if len(tokens) != max_tokens:
-        return Served(id_, prompt, tuple(tokens), None, f"{len(tokens)} tokens instead of {max_tokens}")
-    return Served(id_, prompt, tuple(tokens), RequestTimeline(sent_s, first_s, last_s, len(tokens)))
+    async for chunk in _chunks(client, prompt.path, body, headers):
+        if new := _token_ids(chunk):
+            yield new
 
 
 async def _chunks(
