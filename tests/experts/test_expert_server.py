@@ -113,6 +113,13 @@ def test_only_requests_of_one_layer_top_k_and_dtype_are_merged():
     ]
 
 
+def test_a_batch_ends_before_it_has_too_many_tokens():
+    requests = [
+        random_request(n, tokens, layer) for n, (tokens, layer) in enumerate([(3, 0), (2, 1), (4, 0), (2, 0), (9, 0)])
+    ]
+    assert [batch.members for batch in merge(enumerate(requests), most=7)] == [(0, 2), (1,), (3,), (4,)]
+
+
 def test_a_request_for_an_expert_elsewhere_is_refused_and_others_beside_it_are_computed(checkpoint):
     server = serve(checkpoint, "0-5", since=7)
     good, bad = random_request(1, 5, epoch=7, experts=6), random_request(1, 5, epoch=9, experts=6)

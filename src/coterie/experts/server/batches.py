@@ -12,6 +12,9 @@ import numpy.typing as npt
 from coterie.experts.protocol import Dtype, Request
 from coterie.modeling.tiles import Floats
 
+MOST_TOKENS = 2048
+"""Of merged requests: enough to read weights once for many tokens, and a bound on the kernel's memory."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
@@ -43,13 +46,27 @@ class Batch:
         return np.split(narrow, np.cumsum(self.tokens[:-1]))
 
 
-def merge(requests: Iterable[tuple[int, Request]]) -> list[Batch]:
-    """Batches of numbered requests, in the order of their first members."""
-    groups: dict[tuple[int, ...], list[tuple[int, Request]]] = {}
+def merge(requests: Iterable[tuple[int, Request]], most: int = MOST_TOKENS) -> list[Batch]:
+    """Batches of numbered requests, in the order of their first members.
+
+    Args:
+        requests: that are ready.
+        most: tokens of a batch; a request that has more is alone.
+    """
+    open_groups: dict[tuple[int, ...], list[tuple[int, Request]]] = {}
+    groups: list[list[tuple[int, Request]]] = []
     for number, request in requests:
         key = (request.layer, *request.ids.shape[1:], *request.hidden.shape[1:], request.dtype)
-        groups.setdefault(key, []).append((number, request))
-    return [_join(*zip(*group, strict=True)) for group in groups.values()]
+        group = open_groups.get(key)
+        if group is None or _tokens(group) + len(request.ids) > most:
+            group = open_groups[key] = []
+            groups.append(group)
+        group.append((number, request))
+    return [_join(*zip(*group, strict=True)) for group in groups]
+
+
+def _tokens(group: list[tuple[int, Request]]) -> int:
+    return sum(len(request.ids) for _, request in group)
 
 
 def _join(members: tuple[int, ...], requests: tuple[Request, ...]) -> Batch:

@@ -16,6 +16,9 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
+import numpy.typing as npt
+
 from coterie.errors import EngineError, GoneError, InputError, WireError
 from coterie.experts.protocol import Reply, Request, SlotShape, Word, rules
 from coterie.experts.protocol.layout import DOORBELL
@@ -95,6 +98,7 @@ class SharedServer:
         words = Words(self._file.memory)
         self._bell = Doorbell(words, _BELL)
         self._slots = _slots(words, self._file.memory, shape, slots)
+        self._states = _state_bytes(self._file.memory, shape, slots)
         self._swept_s = time.monotonic()
 
     @property
@@ -121,7 +125,8 @@ class SharedServer:
 
     def pick_up(self) -> list[Ready]:
         """See `Inlet`."""
-        found = [(slot, picked) for slot in self._slots if (picked := rules.pick_up(slot)) is not None]
+        ready = [self._slots[place] for place in np.flatnonzero(self._states == rules.State.READY).tolist()]
+        found = [(slot, picked) for slot in ready if (picked := rules.pick_up(slot)) is not None]
         return [Ready(request, partial(_answer, slot, sequence)) for slot, (sequence, request) in found]
 
     def _sweep(self) -> None:
@@ -272,6 +277,14 @@ def _open(path: Path) -> tuple[mmap.mmap, int, SlotShape, int]:
 
 def _slots(words: Words, memory: mmap.mmap, shape: SlotShape, slots: int) -> list[SharedSlot]:
     return [SharedSlot(words, memory, shape, _PAGE + place * _pages(shape.size)) for place in range(slots)]
+
+
+def _state_bytes(memory: mmap.mmap, shape: SlotShape, slots: int) -> npt.NDArray[np.uint8]:
+    """Lowest bytes of all state words, to see in one look which slots may be ready.
+
+    Who rings has changed the word before, and the doorbell is read before the bytes, so that none is overlooked.
+    """
+    return np.frombuffer(memory, np.uint8, slots * _pages(shape.size), _PAGE)[Word.STATE :: _pages(shape.size)]
 
 
 def _sizes(shape: SlotShape) -> tuple[int, ...]:
