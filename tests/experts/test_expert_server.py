@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -199,6 +201,10 @@ def test_a_kernel_that_is_not_installed_is_refused(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UnsupportedError, match="vLLM for CPUs is not in this environment"):
         make_kernel("vllm")
+    monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.delitem(sys.modules, "coterie.experts.triton", raising=False)
+    with pytest.raises(UnsupportedError, match="kernel triton: .*install torch"):
+        make_kernel("triton")
 
 
 # --- which experts ------------------------------------------------------------------------------------------

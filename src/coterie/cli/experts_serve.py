@@ -37,7 +37,7 @@ _POSITIVE = click.IntRange(min=1)
     type=click.Choice(typing.get_args(KernelName)),
     default="coterie",
     show_default=True,
-    help="What computes: the embedded engine's code, or vLLM's for CPUs, which must be in this environment.",
+    help="What computes: the embedded engine's code, vLLM's for CPUs, or, on a GPU, Triton's; the last two need torch.",
 )
 @click.option("--monitor", metavar="URL", help="The monitor that tells clients of it. [default: none]")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address of its HTTP side.")

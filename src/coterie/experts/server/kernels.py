@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Literal, Protocol, TypeVar
 
+from coterie.errors import UnsupportedError
 from coterie.modeling import kernels as modeling
 from coterie.modeling.expert_tensors import Expert, ExpertModel, pack_experts
 from coterie.modeling.experts import ExpertWeights
@@ -12,7 +13,7 @@ from coterie.modeling.gates import Choice, Ids
 from coterie.modeling.tiles import Floats
 
 WeightsT = TypeVar("WeightsT")
-KernelName = Literal["coterie", "vllm", "vllm-bfloat16"]
+KernelName = Literal["coterie", "vllm", "vllm-bfloat16", "triton"]
 
 
 class Kernel(Protocol[WeightsT]):
@@ -76,6 +77,18 @@ def make_kernel(name: KernelName) -> Kernel[Any]:
     """
     if name == "coterie":
         return ModelingKernel()
+    if name == "triton":
+        return _triton_kernel()
     from coterie.experts.server.vllm_kernel import VllmKernel
 
     return VllmKernel("bfloat16" if name == "vllm-bfloat16" else "float32")
+
+
+def _triton_kernel() -> Kernel[Any]:
+    try:
+        from coterie.experts.triton import TritonKernel
+    except ImportError as error:
+        raise UnsupportedError(
+            f"kernel triton: {error}; it needs torch for CUDA, and triton, which comes with it"
+        ) from None
+    return TritonKernel()
