@@ -170,11 +170,13 @@ class Gateway:
 
     Attributes:
         port: of its client side.
+        admin_url: of its admin side.
         engines: the fakes.
     """
 
     def __init__(self, folder: Path) -> None:
         self.port, self._admin_port = PortChooser(os.getpid()).ports(0, 2, "gateway")
+        self.admin_url = f"http://127.0.0.1:{self._admin_port}"
         self.engines = [FakeEngine(Kv()), FakeEngine(Kv())]
         self._folder = folder
         self._process: subprocess.Popen[bytes] | None = None

@@ -203,7 +203,7 @@ def test_a_kernel_that_is_not_installed_is_refused(monkeypatch):
         make_kernel("vllm")
     monkeypatch.setitem(sys.modules, "torch", None)
     monkeypatch.delitem(sys.modules, "coterie.experts.triton", raising=False)
-    with pytest.raises(UnsupportedError, match="kernel triton: .*install torch"):
+    with pytest.raises(UnsupportedError, match=r"kernel triton: .*install torch"):
         make_kernel("triton")
 
 

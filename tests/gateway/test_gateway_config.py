@@ -44,6 +44,9 @@ def test_the_decode_policy_follows_the_profile_unless_it_is_given() -> None:
         ("peer: [a]\nprefill: [http://a:1]\ndecode: [http://b:1]", "peer: URL 'a'"),
         ("peer: [http://c:1, http://c:1/]\nprefill: [http://a:1]\ndecode: [http://b:1]", "peer: .* twice"),
         ("exchange_s: 2\nprefill: [http://a:1]\ndecode: [http://b:1]", "peer_timeout_s: 5 is less than 3 times"),
+        ("prefill: ['http://a:1/b c']\ndecode: [http://b:1]", "' ' cannot be part of a URL"),
+        ('prefill: ["http://a:1/\\r\\nx: y"]\ndecode: [http://b:1]', "cannot be part of a URL"),
+        ("prefill: ['http://ä:1']\ndecode: [http://b:1]", "'ä' cannot be part of a URL"),
     ],
 )
 def test_what_is_wrong_is_named(tmp_path: Path, text: str, words: str) -> None:

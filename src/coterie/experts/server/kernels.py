@@ -88,7 +88,5 @@ def _triton_kernel() -> Kernel[Any]:
     try:
         from coterie.experts.triton import TritonKernel
     except ImportError as error:
-        raise UnsupportedError(
-            f"kernel triton: {error}; it needs torch for CUDA, and triton, which comes with it"
-        ) from None
+        raise UnsupportedError(f"kernel triton: {error}; install torch for CUDA, with which triton comes") from None
     return TritonKernel()

@@ -17,7 +17,15 @@ class NewWorker(msgspec.Struct, forbid_unknown_fields=True):
     """A worker to be added."""
 
     role: Role
-    url: Annotated[str, msgspec.Meta(min_length=1, max_length=2048, description="http://HOST:PORT[/prefix]")]
+    url: Annotated[
+        str,
+        msgspec.Meta(
+            min_length=1,
+            max_length=2048,
+            description="http://HOST:PORT[/prefix]",
+            extra_json_schema={"pattern": r"^[Hh][Tt][Tt][Pp][Ss]?://[!-\"$-.0->A-~]+(/[!-\"$->@-~]*)?$"},
+        ),
+    ]
 
 
 class WorkerRow(msgspec.Struct):

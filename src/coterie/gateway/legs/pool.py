@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 import ssl
 from urllib.parse import urlsplit
 
@@ -163,6 +164,8 @@ def split_url(url: str) -> Address:
     Raises:
         ConfigError: it is not an http or https URL of a host.
     """
+    if strange := re.search(r"[^!-~]", url):  # urlsplit drops some of them, and others would end a request line
+        raise ConfigError(f"URL {url!r}: {strange[0]!r} cannot be part of a URL; write it as %XX")
     try:
         parts = urlsplit(url)
         port = parts.port or (443 if parts.scheme == "https" else 80)
