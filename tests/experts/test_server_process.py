@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import threading
 import time
@@ -13,8 +14,10 @@ import pytest
 from click.testing import CliRunner
 from prometheus_client.parser import text_string_to_metric_families
 
+from coterie.cli.experts_bench import bench, calls
 from coterie.cli.experts_serve import serve
-from coterie.errors import ConfigError
+from coterie.errors import ConfigError, InputError
+from coterie.experts.bench import BenchConfig, BenchRow, measure
 from coterie.experts.protocol import Request, Status
 from coterie.experts.server import ExpertServer, ModelingKernel, load_experts, parse_experts
 from coterie.experts.server.process import ServeConfig
@@ -120,6 +123,27 @@ def test_what_a_server_has_done_is_shown_where_it_ran_and_at_the_monitor(pool):
 
     assert until(row)["state"] == "serving"
     assert pool.high.config["held"] == [[4, 5, 6, 7]] * 2
+
+
+def test_clients_of_a_bench_ask_for_all_layers_and_its_table_has_a_row_for_each_size(checkpoint, pool):
+    before = pool.low.get("/load").json()
+    options = ["--tokens", "1", "--tokens", "5", "--clients", "2", "--seconds", "0.2", "--json"]
+    result = CliRunner().invoke(bench, [str(checkpoint), "--monitor", pool.monitor, *options])
+    rows = json.loads(result.stdout)
+    assert [row["tokens"] for row in rows] == [1, 5]
+    assert all(row["calls_per_s"] > 0 and 0 < row["p50_ms"] <= row["p99_ms"] for row in rows)
+    assert all(1 <= row["requests_per_batch"] <= 2 for row in rows)
+    asked = np.array(pool.low.get("/load").json()["load"]) - before["load"]
+    assert (asked[:, :4] > 0).all()
+    assert not asked[:, 4:].any()
+    assert calls([BenchRow(4, 10.0, 0.5, 2.25, None)]).rows == (("4", "10", "40", "0.500", "2.250", "-"),)
+
+
+def test_what_a_client_of_a_bench_meets_is_its_error(tmp_path):
+    with pytest.raises(InputError, match=r"config\.json: cannot be read"):
+        measure(BenchConfig(tmp_path, "http://127.0.0.1:1"))
+    with pytest.raises(InputError, match="0 clients"):
+        BenchConfig(tmp_path, "http://127.0.0.1:1", clients=0)
 
 
 def test_a_server_that_is_told_to_end_says_so_and_serves_clients_that_have_nobody_else(checkpoint, local):

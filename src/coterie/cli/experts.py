@@ -9,6 +9,7 @@ from coterie.cli.verbs import Verbs
 _VERBS = {
     "serve": "run a server of some of a model's experts",
     "monitor": "run the process that knows which expert servers there are",
+    "bench": "measure how fast the servers reply",
     "status": "show expert servers, their load and the experts' replicas",
     "demo": "kill an expert server under load, and add one",
 }
