@@ -113,11 +113,10 @@ async def served_by(prefill: list[FakeEngine], decode: list[FakeEngine], *argume
 
 
 async def streams(served: Serving, stack: contextlib.AsyncExitStack, count: int, tokens: int) -> list[RawClient]:
-    """Clients whose streams have begun."""
+    """Clients whose streams have begun, one after another: two processes that choose at once may choose alike."""
     clients = [await stack.enter_async_context(served.client()) for _ in range(count)]
     for client in clients:
         client.send(post(BODY % tokens))
-    for client in clients:
         await client.reader.readuntil(b"data: ")
     return clients
 

@@ -23,15 +23,18 @@ from coterie.shm import FOLDER
 async def test_processes_are_one_gateway_through_a_death_until_they_stop():
     kv = Kv()
     async with (
-        fakes(1, kv) as prefill,
-        fakes(2, kv) as decode,
+        fakes(2, kv) as prefill,
+        fakes(3, kv) as decode,
         served_by(prefill, decode, "--processes", "2") as served,
     ):
+        assert (await served.admin.delete("/workers/decode-0")).status_code == 202
+        assert (await served.admin.post("/workers/prefill-1/drain")).status_code == 200
         for engine in decode:
             engine.token_delay_s = 0.05
         pids = await served.pids(2)
         await a_killed_process_takes_its_own_streams_alone_and_is_replaced(served, pids[0])
         pids |= await served.pids(1)
+        await its_successor_knows_the_workers(served)
         await the_admin_side_speaks_for_all(served)
         board = board_of(pids[0])
         assert board.exists()
@@ -42,20 +45,28 @@ async def test_processes_are_one_gateway_through_a_death_until_they_stop():
 
 async def a_killed_process_takes_its_own_streams_alone_and_is_replaced(served: Serving, pid: int) -> None:
     async with contextlib.AsyncExitStack() as stack:
-        clients = await streams(served, stack, 16, tokens=40)
+        clients = await streams(served, stack, 16, tokens=60)
         held = await served.metric("in_flight_requests")
         assert sum(held.values()) == 16
         assert all(held.values()), "the kernel gave all connections to one process: sixteen coins fell alike"
-        assert await served.loads() == {"prefill-0": 0, "decode-0": 8, "decode-1": 8}
+        assert await served.loads() == {"prefill-0": 0, "prefill-1": 0, "decode-1": 8, "decode-2": 8}
         os.kill(pid, signal.SIGKILL)
         ends = await asyncio.gather(*(rest(client) for client in clients))
     finished = [end for end in ends if end.endswith(b"0\r\n\r\n")]
     assert len(finished) == held["1"]
-    assert all(end.count(b"data: ") == 40 for end in finished)  # of 40 tokens and [DONE], the first was read before
+    assert all(end.count(b"data: ") == 60 for end in finished)  # of 60 tokens and [DONE], the first was read before
     await served.until("process_up", {"0": 1.0, "1": 1.0})
     await served.until("in_flight_requests", {"0": 0.0, "1": 0.0})
     assert await served.metric("process_restarts_total") == {"0": 1.0, "1": 0.0}
-    assert await served.loads() == {"prefill-0": 0, "decode-0": 0, "decode-1": 0}
+    assert await served.loads() == {"prefill-0": 0, "prefill-1": 0, "decode-1": 0, "decode-2": 0}
+
+
+async def its_successor_knows_the_workers(served: Serving) -> None:
+    text = (await served.admin.get("/metrics")).text
+    found = re.findall(r'^coterie_worker_available{process="0",role="\w+",worker="(\S+)"} (\S+)$', text, re.MULTILINE)
+    assert dict(found) == {"prefill-0": "1.0", "prefill-1": "0.0", "decode-1": "1.0", "decode-2": "1.0"}
+    for name in ("prefill-1", "decode-2"):
+        assert (await served.admin.post(f"/workers/{name}/undrain")).status_code == 200
 
 
 async def the_admin_side_speaks_for_all(served: Serving) -> None:

@@ -119,10 +119,12 @@ class Peers(msgspec.Struct):
 
 
 class Effective(msgspec.Struct):
-    """Beside all settings: which configuration they are of."""
+    """Beside all settings: which configuration they are of, and what else is known of workers."""
 
     generation: Annotated[int, msgspec.Meta(description="Changes of it since the start, and one; 0 before.", ge=0)]
     changed_s: Annotated[float, msgspec.Meta(description="Unix time at which it took effect; 0 before.")]
+    urls: Annotated[dict[str, str], msgspec.Meta(description="Of all workers that there ever were, by name.")]
+    drained: Annotated[list[str], msgspec.Meta(description="Names of the workers that are sent nothing.")]
 
 
 class Reloaded(msgspec.Struct):

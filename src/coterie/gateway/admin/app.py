@@ -87,7 +87,9 @@ class _Admin:
 
     async def config(self, request: Request, body: None) -> Response:
         config = self._gateway.config
-        effective = api.Effective(self._changes.generation, self._changes.changed_s)
+        urls = {**self._gateway.prefill.urls, **self._gateway.decode.urls}
+        drained = [worker.name for worker in self._gateway.workers if "draining" in worker.problems]
+        effective = api.Effective(self._changes.generation, self._changes.changed_s, urls, drained)
         settings = {**dataclasses.asdict(config), "decode_policy": config.resolved_decode_policy}
         return json_reply({**msgspec.structs.asdict(effective), **settings})
 

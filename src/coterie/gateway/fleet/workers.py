@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from math import ceil
 from typing import Literal
@@ -14,7 +14,7 @@ from coterie.errors import ConfigError, NoWorkerError
 from coterie.gateway.config import GatewayConfig
 from coterie.gateway.edge.access import NO_ACCESS, Access
 from coterie.gateway.fleet.breaker import Breaker, BreakerRules
-from coterie.gateway.legs.pool import Address, Pool, plain_url, split_url
+from coterie.gateway.legs.pool import Pool, plain_url, split_url
 from coterie.gateway.processes.seat import Seat
 from coterie.routing import Filter, KvHeadroom, Ledger, Policy, Sharing, no_queue, random_stream, route
 from coterie.routing.shared_load import MOST_WORKERS
@@ -107,6 +107,7 @@ class Fleet:
         role: "prefill" or "decode".
         workers: by name, with those that were removed and still have requests.
         targets: the workers without those, in the order of the configuration.
+        urls: of all workers that there ever were, by name.
         ledger: who holds what.
         clock: the ledger's and the policy's.
     """
@@ -123,7 +124,7 @@ class Fleet:
         self.role = role
         self.clock = clock
         self.workers: dict[str, Worker] = {}
-        self._names: dict[Address, str] = {}  # of all that there ever were
+        self.urls = _urls_of(role, {} if seat is None else seat.urls)
         self._access = access
         self._seat = seat
         self.targets: tuple[Worker, ...] = self.at(urls, config)
@@ -137,6 +138,9 @@ class Fleet:
         self._policy: Policy | None = None
         self._rng = random_stream(config.seed, role, process=0 if seat is None else seat.process)
         self.configure(config)
+        for worker in self.targets:
+            if seat is not None and worker.name in seat.drained:
+                self.drain(worker)
 
     def configure(self, config: GatewayConfig) -> None:
         """Go by this configuration from now on, but for who the workers are."""
@@ -217,7 +221,7 @@ class Fleet:
         Raises:
             ConfigError: a URL is none, or there were too many.
         """
-        names = dict(self._names)
+        names = {split_url(url): name for name, url in self.urls.items()}
         for url in urls:
             names.setdefault(split_url(url), f"{self.role}-{len(names)}")
         if self._seat is not None and len(names) > MOST_WORKERS:
@@ -257,7 +261,7 @@ class Fleet:
 
     def _place(self, workers: Sequence[Worker]) -> None:
         self.workers = {worker.name: worker for worker in workers}
-        self._names |= {split_url(worker.url): worker.name for worker in workers}
+        self.urls |= {worker.name: worker.url for worker in workers}
 
     # --- the breaker ---
 
@@ -298,6 +302,10 @@ class Fleet:
         """Whole seconds after which a worker may be back: when the first trial is due, else a guess."""
         due = [worker.breaker.until_s for worker in self.workers.values() if worker.breaker.state != "closed"]
         return max(1, ceil(min(due) - self.clock.now())) if due else RETRY_AFTER_S
+
+
+def _urls_of(role: Role, urls: Mapping[str, str]) -> dict[str, str]:
+    return {name: url for name, url in urls.items() if name.startswith(f"{role}-")}
 
 
 def states_of(workers: Sequence[Worker]) -> list[WorkerState]:

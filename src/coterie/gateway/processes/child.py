@@ -61,7 +61,7 @@ async def _serving(
 ) -> AsyncIterator[Serving]:
     config = msgspec.convert(setup.config, GatewayConfig)
     allow_descriptors(config.max_connections)
-    seat = Seat.take(setup.process, setup.board, setup.rows, config.keep_sessions)
+    seat = Seat.take(setup.process, setup.board, setup.rows, config.keep_sessions, setup.urls, setup.drained)
 
     def admin(app: ASGIApp) -> contextlib.AbstractAsyncContextManager[None]:
         return _answering(app, reader, writer)

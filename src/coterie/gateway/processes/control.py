@@ -29,6 +29,8 @@ class Setup(msgspec.Struct, frozen=True, tag=True):
         rows: of the board.
         board: path of the board's memory.
         config: the gateway's configuration.
+        urls: of all workers that there ever were, by name.
+        drained: names of those that are sent nothing.
         source: where it comes from, to be read again.
     """
 
@@ -36,6 +38,8 @@ class Setup(msgspec.Struct, frozen=True, tag=True):
     rows: int
     board: str
     config: dict[str, Any]
+    urls: dict[str, str]
+    drained: tuple[str, ...]
     source: Source
 
 

@@ -137,6 +137,8 @@ class Group:
         board: where the processes show each other what they hold.
         members: the processes that live, by number.
         restarts: how often each was started again.
+        starting: numbers of those that do not serve yet, and would miss a change.
+        changing: held while a change is made, and while what one is to start with is asked for.
     """
 
     def __init__(self, config: GatewayConfig, source: Source, command: Sequence[str], file: SharedFile) -> None:
@@ -144,6 +146,9 @@ class Group:
         self._source = source
         self.members: dict[int, Member] = {}
         self.restarts = [0] * config.processes
+        self.starting: set[int] = set()
+        self.changing = asyncio.Lock()
+        self._reload_late: set[int] = set()
         self._command = command
         self._file = file
         self.board = Board(file.memory, config.board_rows, config.keep_sessions)
@@ -187,6 +192,16 @@ class Group:
             with contextlib.suppress(ProcessLookupError):
                 member.process.send_signal(number)
 
+    def reload(self) -> None:
+        """Have all read the configuration again; those that are starting do so once they serve."""
+        self._reload_late |= self.starting
+        for number in self.members.keys() - self.starting:
+            self._reload(number)
+
+    def _reload(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self.members[number].process.send_signal(signal.SIGHUP)
+
     async def stop(self) -> None:
         """Let all processes end as they do when told to; kill those that have not by then."""
         self._stopping = True
@@ -209,32 +224,40 @@ class Group:
     async def _keep(self, number: int) -> None:
         """Have a process of this number as long as the gateway serves."""
         while not self._stopping:
-            config = await self._present()
-            setup = Setup(number, self.config.board_rows, str(self._file.path), config, self._source)
+            self.starting.add(number)
+            async with self.changing:
+                setup = Setup(
+                    number, self.config.board_rows, str(self._file.path), *await self._present(), self._source
+                )
             member = self.members[number] = await Member.start(self._command, setup)
             status = await member.live(partial(self._heard, number, member))
             del self.members[number]
+            self.starting.discard(number)
             self.board.clear(number)
             sweep(BATCHES_PREFIX)
             if not self._stopping:
                 await self._after_death(number, member, status)
 
-    async def _present(self) -> dict[str, Any]:
-        """The configuration in effect: a process that lives knows of changes since the start."""
+    async def _present(self) -> tuple[dict[str, Any], dict[str, str], tuple[str, ...]]:
+        """Configuration, workers and drained ones: a process that lives knows of changes since the start."""
         for member in self.members.values():
             if member.ready is not None:
                 answer = await member.ask("GET", "/config", [], b"")
                 if answer is not None and answer.status == 200:
                     found = msgspec.json.decode(answer.body)
-                    return {name: found[name] for name in FIELDS}
+                    return {name: found[name] for name in FIELDS}, found["urls"], tuple(found["drained"])
         found = msgspec.to_builtins(self.config)
         assert isinstance(found, dict)
-        return found
+        return found, {}, ()
 
     def _heard(self, number: int, member: Member) -> None:
         assert member.ready is not None
         if member.ready.problem is None:
             self._first_ready[number].set()
+            self.starting.discard(number)
+            if number in self._reload_late:
+                self._reload_late.discard(number)
+                self._reload(number)
             _log.info("process %d (pid %d) serves", number, member.process.pid)
 
     async def _after_death(self, number: int, member: Member, status: int) -> None:
@@ -282,7 +305,7 @@ async def _run(source: Source, command: Sequence[str], on_ready: Callable[[Seque
         source = Source(source.file, {**source.flags, **taken})
         config = dataclasses.replace(config, port=port_of(reserved), admin_port=port_of(admin_listener))
         group = Group(config, source, command, file)
-        loop.add_signal_handler(signal.SIGHUP, group.signal, signal.SIGHUP)
+        loop.add_signal_handler(signal.SIGHUP, group.reload)
         async with (
             exchanging(config, group.board, os.environ) as exchange,
             serving_admin(together_app(group, exchange), config, admin_listener),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from coterie.core import ModelGeometry, Role
@@ -23,25 +23,35 @@ class Seat:
     Args:
         process: its number, from 0; also its row of the board.
         board: where they show each other what they hold.
+        urls: of all workers that the others ever had, by name.
+        drained: names of those that are sent nothing.
 
     Attributes:
         process: the same.
+        urls: the same.
+        drained: the same.
     """
 
-    def __init__(self, process: int, board: Board) -> None:
+    def __init__(
+        self, process: int, board: Board, urls: Mapping[str, str] | None = None, drained: Collection[str] = ()
+    ) -> None:
         self.process = process
+        self.urls = urls or {}
+        self.drained = drained
         self._board = board
         self._batches: SharedBatches | None = None
 
     @classmethod
-    def take(cls, process: int, path: str, rows: int, sessions: int) -> Seat:
-        """The seat of this process, by the board's path, rows and sessions.
+    def take(
+        cls, process: int, path: str, rows: int, sessions: int, urls: Mapping[str, str], drained: Collection[str]
+    ) -> Seat:
+        """The seat of this process, by the board's path, rows and sessions, and what the others know of the workers.
 
         Raises:
             OSError: the board is gone, and with it the process that made it.
         """
         with Path(path).open("r+b") as file:
-            return cls(process, Board(mmap.mmap(file.fileno(), 0), rows, sessions))
+            return cls(process, Board(mmap.mmap(file.fileno(), 0), rows, sessions), urls, drained)
 
     def others(self, role: Role, identity: Identity) -> Others:
         """What the other processes hold of the workers of a role."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any, Protocol
 
 import msgspec
@@ -42,6 +42,12 @@ class Together(Protocol):
 
     config: GatewayConfig
     restarts: list[int]
+    changing: asyncio.Lock
+
+    @property
+    def starting(self) -> Set[int]:
+        """Numbers of those that do not serve yet."""
+        ...
 
     @property
     def members(self) -> Mapping[int, Asked]:
@@ -62,7 +68,13 @@ def together_app(group: Together, exchange: Exchange | None = None) -> Starlette
         body = await _body(request)
         if body is None:
             return _error(413, f"the body is larger than {MAX_BODY_BYTES} bytes", "invalid_request_error")
-        answers = await _ask_all(group, request, body)
+        if request.method in ("GET", "HEAD"):
+            answers = await _ask_all(group, request, body)
+        else:
+            async with group.changing:
+                if group.starting:  # it would miss the change that the others make
+                    return _error(503, f"process {min(group.starting)} is starting; ask again", "unavailable_error")
+                answers = await _ask_all(group, request, body)
         if not answers:
             return _error(503, "no process answers", "unavailable_error")
         path = request.scope["path"]
