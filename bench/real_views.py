@@ -55,15 +55,31 @@ class Asked:
 
 
 @dataclass(frozen=True)
+class Off:
+    """By how many requests views of a worker are off, over gateways and workers: mean and P99 over looks."""
+
+    mean: float
+    p99: float
+
+    @classmethod
+    def of(cls, errors: Sequence[float]) -> Off:
+        """Of so much at each look."""
+        return cls(statistics.mean(errors), float(np.percentile(errors, 99)))
+
+    def __str__(self) -> str:
+        return f"{self.mean:.2f} / {self.p99:.2f}"
+
+
+@dataclass(frozen=True)
 class Real:
-    """Of one run: by how many requests a view of a worker is off, mean over gateways, workers and looks."""
+    """Of one run; a worker holds `held` requests."""
 
     gateways: int
     exchange_s: float
-    measured: float
-    simulated: float
-    alone: float
     held: float
+    measured: Off
+    simulated: Off
+    alone: Off
 
 
 def error(ledgers: Sequence[Ledger]) -> float:
@@ -153,7 +169,7 @@ async def serve(
 # --- by the simulator ----------------------------------------------------------------------------------
 
 
-def simulated(asked: Sequence[Asked], count: int, delay_s: float | None) -> float:
+def simulated(asked: Sequence[Asked], count: int, delay_s: float | None) -> Off:
     """What views of the same requests are off by, each change being known after a delay; None for never."""
     kernel, policy, rng = Kernel(), LeastLoad(), np.random.default_rng(0)
     exchange = None if delay_s is None else Exchange(kernel, count, delay_s)
@@ -175,7 +191,7 @@ def simulated(asked: Sequence[Asked], count: int, delay_s: float | None) -> floa
         kernel.at(one.at_s, Priority.ARRIVAL, arrive, one)
     kernel.every(LOOK_S, look)
     kernel.run()
-    return statistics.mean(errors)
+    return Off.of(errors)
 
 
 # --- what a message costs ------------------------------------------------------------------------------
@@ -228,14 +244,14 @@ def measure(gateways: Sequence[int], exchanges_s: Sequence[float], rate: float, 
                     asked, errors, held = asyncio.run(serve(urls, count, exchange_s, rate, for_s))
                     late = simulated(asked, count, exchange_s / PARTS / 2)
                     alone = simulated(asked, count, None)
-                    runs.append(Real(count, exchange_s, statistics.mean(errors), late, alone, held))
+                    runs.append(Real(count, exchange_s, held, Off.of(errors), late, alone))
     return runs
 
 
 def as_table(runs: Sequence[Real]) -> str:
-    lines = [f"{'gateways':>8}{'exchange_s':>11}{'held':>7}{'off':>7}{'simulated':>11}{'no exchange':>13}"]
+    lines = [f"{'gateways':>8}{'exchange_s':>11}{'held':>7}{'off, mean / P99':>17}{'simulated':>15}{'no exchange':>15}"]
     lines += [
-        f"{run.gateways:>8}{run.exchange_s:>11g}{run.held:>7.1f}{run.measured:>7.2f}{run.simulated:>11.2f}{run.alone:>13.2f}"
+        f"{run.gateways:>8}{run.exchange_s:>11g}{run.held:>7.1f}{run.measured!s:>17}{run.simulated!s:>15}{run.alone!s:>15}"
         for run in runs
     ]
     lines += ["", f"{'workers':>8} {'experts':>11} {'MB':>8} {'made ms':>8} {'taken ms':>8}"]

@@ -150,6 +150,18 @@ def test_what_a_gateway_says_is_what_all_its_processes_hold(tmp_path):
         batches.close()
 
 
+def test_what_a_process_is_just_changing_is_told_as_it_was_before(gateway):
+    """So it stays if the process was killed amid the change, until its row is cleared."""
+    gateway.batches.show(0, row(1).astype(np.int32), +1)
+    before = gateway.own.figures().batches[KEYS[0]]
+    gateway.batches._mine.versions[0] += 1
+    gateway.batches._mine.sums[0] -= 5
+    requests, sums = gateway.own.figures().batches[KEYS[0]]
+    assert (requests, sums.tolist()) == (before[0], before[1].tolist())
+    gateway.board.clear(0)
+    assert gateway.own.figures().batches == {}
+
+
 EVENTS = st.lists(
     st.tuples(st.sampled_from("012"), st.integers(1, 6), st.integers(0, 9), st.floats(0, 3)), min_size=1, max_size=40
 )
@@ -284,3 +296,21 @@ def test_more_than_a_message_could_say_is_refused_before_memory_is_taken_for_it(
     body["use"] = {"layers": 4096, "experts": 65536, "workers": []}
     with pytest.raises(InputError, match="2 workers of 4096 x 65536 experts are more than a message"):
         gateway.heard.take(read_message(msgspec.msgpack.encode(body)), 0.0)
+
+
+MESSAGE = write_message(said([1, 2, 0], batches={KEYS[0]: (1, row(1)), KEYS[1]: (2, row(2))}))
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.lists(st.tuples(st.integers(0, len(MESSAGE) - 1), st.integers(0, 255)), max_size=6), st.integers(0, 20))
+def test_whatever_bytes_come_they_count_or_are_refused_and_nothing_else_fails(tmp_path_factory, changes, cut):
+    gateway = Gateway(tmp_path_factory.getbasetemp())
+    body = bytearray(MESSAGE)
+    for place, byte in changes:
+        body[place] = byte
+    try:
+        gateway.heard.take(read_message(bytes(body[: len(body) - cut])), 0.0)
+    except InputError:
+        assert gateway.held() == [(0, 0)] * 3
+        assert gateway.heard.views == {}
+    gateway.close()
