@@ -122,8 +122,10 @@ def test_what_requests_use_elsewhere_is_told_as_if_by_a_process_of_this_host(gat
     assert grown(gateway.batches) == {0: (2, row(2).tolist()), 1: (1, row(3).tolist())}
     gateway.heard.take(said([1, 1, 0], sequence=2, batches={KEYS[0]: (1, row(4)), KEYS[1]: (1, row(3))}), 0.0)
     assert grown(gateway.batches) == {0: (-1, (row(4) - row(2)).tolist())}
+    gateway.heard.take(said([1, 0, 0], sequence=3, batches={KEYS[0]: (1, row(4))}), 0.0)
+    assert grown(gateway.batches) == {1: (-1, (-row(3)).tolist())}
     gateway.heard.expire(TIMEOUT_S + 1)
-    assert grown(gateway.batches) == {0: (-1, (-row(4)).tolist()), 1: (-1, (-row(3)).tolist())}
+    assert grown(gateway.batches) == {0: (-1, (-row(4)).tolist())}
 
 
 def grown(batches):

@@ -141,6 +141,7 @@ async def test_a_gateway_that_stops_takes_its_load_along_at_once():
             await stream(other, stack)
             await eventually(lambda: total(one) == 1)
         assert total(one) == 0
+        assert (await peers(one))["others"] == []
 
 
 @story
