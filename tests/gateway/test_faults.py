@@ -9,7 +9,7 @@ import pytest
 from fake_engine import Exchange, FakeEngine, die_after, event, half, serve_well, when
 from stories import cluster, eventually, story
 
-from coterie.gateway.edge.client import Reply
+from coterie.gateway.edge.reply import Reply
 from coterie.gateway.legs.upstream import STALE_S
 
 ASK = {"model": "tiny", "prompt": "a b c", "max_tokens": 3}

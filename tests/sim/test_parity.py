@@ -17,8 +17,9 @@ from coterie.calibration import fit
 from coterie.core import RouteRequest, prompt_hash
 from coterie.engines.vllm_nixl import VllmNixl
 from coterie.gateway.config import GatewayConfig
-from coterie.gateway.edge.client import Reply, Request
 from coterie.gateway.edge.http1 import ResponseHead
+from coterie.gateway.edge.reply import Reply
+from coterie.gateway.edge.request import Request
 from coterie.gateway.gateway import Gateway
 from coterie.gateway.legs.upstream import UpstreamError
 from coterie.latency import StepTime, TokenTime

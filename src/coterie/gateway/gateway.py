@@ -13,8 +13,10 @@ from coterie.engines.base import Engine
 from coterie.errors import CoterieError, RequestError
 from coterie.gateway.config import GatewayConfig
 from coterie.gateway.edge.access import NO_ACCESS, Access
-from coterie.gateway.edge.client import ClientConnection, ClientLimits, Clients, Reply, Request
+from coterie.gateway.edge.client import ClientConnection, ClientLimits, Clients
 from coterie.gateway.edge.entrance import Entrance
+from coterie.gateway.edge.reply import Reply
+from coterie.gateway.edge.request import Request
 from coterie.gateway.fleet.probe import Prober
 from coterie.gateway.fleet.workers import Fleet, Worker
 from coterie.gateway.legs.answers import answer_error, pass_through

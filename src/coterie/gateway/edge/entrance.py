@@ -9,11 +9,11 @@ from collections.abc import Awaitable, Callable
 from coterie.gateway.config import GatewayConfig
 from coterie.gateway.edge.access import Access
 from coterie.gateway.edge.admission import Admission, Gate, Ticket
-from coterie.gateway.edge.client import Request
 from coterie.gateway.edge.http1 import RefusedError, retry_after
 from coterie.gateway.edge.keys import Key
 from coterie.gateway.edge.meter import MeteredReply
 from coterie.gateway.edge.quota import Excess, Quota
+from coterie.gateway.edge.request import Request
 from coterie.gateway.legs.journey import Journey
 from coterie.gateway.metrics import Metrics
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from coterie.gateway.edge.client import Reply, Watcher
 from coterie.gateway.edge.http1 import Header
+from coterie.gateway.edge.reply import Reply, Watcher
 
 _TOTAL = b'"total_tokens":'
 """In a string it would be escaped, so no model's words are taken for it."""

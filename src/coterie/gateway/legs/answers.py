@@ -5,8 +5,8 @@ from __future__ import annotations
 from coterie.engines.base import Answer
 from coterie.engines.large import LARGE_BYTES
 from coterie.errors import CoterieError, NoWorkerError, RequestError
-from coterie.gateway.edge.client import Reply
 from coterie.gateway.edge.http1 import HOP_BY_HOP, Header, RefusedError, end_to_end, retry_after
+from coterie.gateway.edge.reply import Reply
 from coterie.gateway.legs.journey import REQUEST_ID, Journey
 from coterie.gateway.legs.upstream import Collected, UpstreamError
 

@@ -43,6 +43,7 @@ class Dispatcher:
         self.decisions = DecisionLog(config.keep_decisions)
         self._prefill_leg = PrefillLeg(engine, prefill, self.handoffs, self.faults, metrics, self._turnstile)
         self._decode_leg = DecodeLeg(engine, decode, self.faults, metrics, self.decisions)
+        self._loop = asyncio.get_running_loop()
         self._engine = engine
         self._fleets: dict[Role, Fleet] = {"prefill": prefill, "decode": decode}
         self._metrics = metrics
@@ -81,7 +82,7 @@ class Dispatcher:
             self._fleets["decode"].require()
             self._note_path(journey, call)
         self._budget.pay()
-        task = asyncio.current_task()
+        task = asyncio.current_task(self._loop)
         assert task is not None
         self.running[journey] = task
         left = False

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from coterie.engines.base import Transcript
 from coterie.errors import EngineError
-from coterie.gateway.edge.client import Reply
 from coterie.gateway.edge.http1 import ChunkedFraming, Header, MalformedError, ResponseHead, error_body
+from coterie.gateway.edge.reply import Reply
 from coterie.gateway.legs.stream import CHUNKED, EVENT_END, Pace, Relay
 from coterie.gateway.legs.upstream import Upstream
 

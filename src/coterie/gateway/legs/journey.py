@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from coterie.core import Decision, RouteRequest
 from coterie.errors import RequestError
-from coterie.gateway.edge.client import Reply, Request
 from coterie.gateway.edge.http1 import HOP_BY_HOP, end_to_end
+from coterie.gateway.edge.reply import Reply
+from coterie.gateway.edge.request import Request
 from coterie.gateway.legs.retry import Tries
 from coterie.gateway.legs.stream import Relay
 

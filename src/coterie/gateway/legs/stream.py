@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from coterie.clock import Clock
 from coterie.core import Served
-from coterie.gateway.edge.client import Reply
 from coterie.gateway.edge.http1 import ChunkedFraming, Framing, Header, ResponseHead, error_body
+from coterie.gateway.edge.reply import Reply
 from coterie.gateway.legs.retry import RETRIED_STATUS
 from coterie.gateway.legs.upstream import Collected, Upstream
 
