@@ -37,10 +37,10 @@ def test_files_of_killed_processes_are_removed_and_those_in_use_are_not(tmp_path
 
 
 def test_what_cannot_be_reserved_leaves_no_file_and_no_descriptor(tmp_path):
-    before = len(os.listdir("/proc/self/fd"))
+    before = set(os.listdir("/proc/self/fd"))
     with pytest.raises(UnsupportedError, match="cannot reserve"):
         SharedFile.create("x-", 1 << 62, str(tmp_path))
     with pytest.raises(UnsupportedError, match="cannot create shared memory"):
         SharedFile.create("x-", 1, str(tmp_path / "none"))
     assert list(tmp_path.iterdir()) == []
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert set(os.listdir("/proc/self/fd")) <= before  # earlier tests' may be closed meanwhile
