@@ -5,8 +5,9 @@ BIN    := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 # Tests wait for processes and sockets more than they compute: three side by side keep two cores busy.
+# They may write bytecode, or each of the many that tests start would compile coterie anew.
 TEST_PROCESSES ?= 3
-PYTEST = $(BIN)/pytest -n $(TEST_PROCESSES)
+PYTEST = PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n $(TEST_PROCESSES)
 
 ENGINE ?= embedded
 DEMO_NEEDS = $(if $(filter vllm,$(ENGINE)),vllm-env,install)

@@ -78,7 +78,7 @@ def test_new_experts_are_told_with_the_epoch_since_when_they_count(closing, foll
         follower = follow(url)
         one = closing(FakeServer(url, "a", "01"))
         until(lambda: states(follower) == {"a": "serving"})
-        first = one.welcomes[-1].since
+        first = until(lambda: one.welcomes)[-1].since
         one.server = server("a", "23")
         one.registration.tell()
         until(lambda: follower.view.members["a"].server.held == ((2, 3),))
