@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import httpx
@@ -16,11 +18,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from coterie.cli.experts_bench import bench, calls
 from coterie.cli.experts_serve import serve
-from coterie.errors import ConfigError, InputError
+from coterie.errors import ConfigError, EngineError, InputError
 from coterie.experts.bench import BenchConfig, BenchRow, measure
 from coterie.experts.protocol import Request, Status
 from coterie.experts.server import ExpertServer, ModelingKernel, load_experts, parse_experts
-from coterie.experts.server.process import ServeConfig
+from coterie.experts.server.process import ServeConfig, Serving, _until
 from coterie.experts.transport import SharedClient
 from coterie.experts.transport.identity import own_identity
 from coterie.modeling.expert_tensors import ExpertFiles
@@ -187,6 +189,20 @@ def test_a_server_that_is_told_to_end_while_it_loads_does_not_load_on(checkpoint
     with expert_server(checkpoint, prelude=stop_at_first_layer) as server:
         assert server.process.wait(DEADLINE_S) == 0
         assert server.url == ""  # it printed nothing
+
+
+def test_a_server_whose_thread_has_failed_ends_with_an_error():
+    def fails(compute, timeout_s):
+        raise MemoryError("no room")
+
+    serving = Serving(SimpleNamespace(step=fails), SimpleNamespace(compute=None))
+    with pytest.raises(EngineError, match=r"has stopped: MemoryError\('no room'\)"):
+        asyncio.run(_until(asyncio.Event(), serving))
+    serving.close()
+
+
+def test_the_checkpoint_s_files_are_not_kept_in_memory(pool):
+    assert "model.safetensors" not in Path(f"/proc/{pool.low.process.pid}/maps").read_text()
 
 
 def test_what_cannot_be_served_is_one_error(checkpoint):

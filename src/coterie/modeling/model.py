@@ -85,7 +85,7 @@ class Model:
             InputError: it is missing, truncated, or of another version, or it has no experts and none are given.
             UnsupportedError: this machine's BLAS does not give equal rows equal bits.
         """
-        _keep_freed_memory()
+        keep_freed_memory()
         weights = open_weights(path)
         if weights.header.expert_blocks is None and experts is None:
             raise InputError(f"{path}: has no routed experts; prepare the weights with them, or name their servers")
@@ -160,7 +160,7 @@ class Model:
             raise InputError(f"cache of shape {kv.shape}, {kv.dtype}: not a contiguous float32 array of kv_shape")
 
 
-def _keep_freed_memory() -> None:
+def keep_freed_memory() -> None:
     """Let the C library keep what a step frees for the next one, instead of faulting it in anew.
 
     glibc returns freed memory to the system beyond twice the largest block freed so far, of at most 32 MiB

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import secrets
 import signal
 import sys
@@ -27,7 +28,8 @@ from coterie.experts.server.kernels import KernelName, make_kernel
 from coterie.experts.server.server import ExpertServer
 from coterie.experts.transport import Intake, SharedServer
 from coterie.http_server import listen, serving_app, url_of
-from coterie.modeling.expert_tensors import ExpertFiles, ExpertModel
+from coterie.modeling.expert_tensors import ExpertFiles, ExpertModel, read_expert_model
+from coterie.modeling.model import keep_freed_memory
 
 QUIET_S = 1.0
 """A draining server that is not needed ends after so long without a request."""
@@ -87,14 +89,13 @@ class ServerProcess:
         serving: what computes them; None while it loads.
 
     Raises:
-        InputError: the checkpoint is damaged, or does not have the experts.
+        InputError: the checkpoint's configuration cannot be read, or it does not have the experts.
         UnsupportedError: experts that are not computed here, or too little shared memory.
     """
 
     def __init__(self, config: ServeConfig) -> None:
         self.config, self.id = config, secrets.token_hex(16)
-        self._files = ExpertFiles.open(config.model)
-        self.model: ExpertModel = self._files.model
+        self.model: ExpertModel = read_expert_model(config.model)
         self._wanted: Held = parse_experts(config.experts, self.model.geometry)
         geometry = self.model.geometry
         shape = SlotShape(config.max_tokens, self.model.hidden, geometry.top_k, geometry.layers, geometry.experts)
@@ -117,10 +118,13 @@ class ServerProcess:
         """Load the experts, and compute them from then on.
 
         Raises:
-            CoterieError: a tensor is missing or wrong, or the kernel cannot compute these experts here.
+            CoterieError: a file is damaged, a tensor missing or wrong, or the kernel cannot compute these experts here.
         """
-        kernel = make_kernel(self.config.kernel)
-        holding = load_experts(self._files, self._wanted, kernel, progress=progress)
+        kernel, files = make_kernel(self.config.kernel), ExpertFiles.open(self.config.model)
+        holding = load_experts(files, self._wanted, kernel, progress=progress)
+        gc.collect()
+        gc.freeze()  # what lives as long as the process; requests leave no cycles behind
+        keep_freed_memory()
         self.serving = Serving(self.intake, ExpertServer(self.model, kernel, holding))
         return self.serving
 
