@@ -46,6 +46,8 @@ def test_the_decode_policy_follows_the_profile_unless_it_is_given() -> None:
         ("exchange_s: 2\nprefill: [http://a:1]\ndecode: [http://b:1]", "peer_timeout_s: 5 is less than 3 times"),
         ("prefill: ['http://a:1/b c']\ndecode: [http://b:1]", "' ' cannot be part of a URL"),
         ('prefill: ["http://a:1/\\r\\nx: y"]\ndecode: [http://b:1]', "cannot be part of a URL"),
+        (f"prefill: ['http://{64 * 'a'}:1']\ndecode: [http://b:1]", "is no name of a host"),
+        ("prefill: ['http://a..b:1']\ndecode: [http://b:1]", "is no name of a host"),
         ("prefill: ['http://ä:1']\ndecode: [http://b:1]", "'ä' cannot be part of a URL"),
     ],
 )

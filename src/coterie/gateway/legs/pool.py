@@ -175,6 +175,10 @@ def split_url(url: str) -> Address:
         raise ConfigError(
             f"URL {url!r}: expected http://HOST:PORT or https://HOST:PORT, without user, query or fragment"
         )
+    try:
+        parts.hostname.encode("idna")  # as it is done when a connection is opened
+    except UnicodeError as error:
+        raise ConfigError(f"URL {url!r}: {parts.hostname!r} is no name of a host: {error}") from None
     return parts.hostname, port, parts.path.rstrip("/").encode(), parts.scheme == "https"
 
 
