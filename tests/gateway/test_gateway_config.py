@@ -41,6 +41,8 @@ def test_the_decode_policy_follows_the_profile_unless_it_is_given() -> None:
         ("prefill: [http://a:1, http://a:1/]\ndecode: [http://b:1]", "twice"),
         ("prefill: [ftp://a:1]\ndecode: [http://b:1]", "ftp://a:1"),
         ("prefill: ['http://a:x']\ndecode: [http://b:1]", "http://a:x"),
+        ("prefill: ['http://a:0']\ndecode: [http://b:1]", "http://a:0"),
+        ("prefill: ['http://:secret@a:1']\ndecode: [http://b:1]", "without user"),
         ("peer: [a]\nprefill: [http://a:1]\ndecode: [http://b:1]", "peer: URL 'a'"),
         ("peer: [http://c:1, http://c:1/]\nprefill: [http://a:1]\ndecode: [http://b:1]", "peer: .* twice"),
         ("exchange_s: 2\nprefill: [http://a:1]\ndecode: [http://b:1]", "peer_timeout_s: 5 is less than 3 times"),

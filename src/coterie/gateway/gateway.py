@@ -128,7 +128,7 @@ class Gateway:
             if _allowed(request, reply, "POST"):
                 await self._dispatch(request, reply)
         elif path in ("/health", self.engine.models_path):
-            if _allowed(request, reply, "GET"):
+            if _allowed(request, reply, "GET", "HEAD"):
                 await (self._health(reply) if path == "/health" else self._models(request, reply))
         else:
             known = ", ".join(sorted({*self.engine.paths, self.engine.models_path, "/health"}))
@@ -237,11 +237,11 @@ class Gateway:
             self._lines.clear()
 
 
-def _allowed(request: Request, reply: Reply, method: str) -> bool:
-    if request.method == method:
+def _allowed(request: Request, reply: Reply, *methods: str) -> bool:
+    if request.method in methods:
         return True
-    headers = [(b"allow", method.encode())]
-    reply.send_error(405, f"{request.path} takes {method} only", "invalid_request_error", headers)
+    headers = [(b"allow", ", ".join(methods).encode())]
+    reply.send_error(405, f"{request.path} takes {methods[0]} only", "invalid_request_error", headers)
     return False
 
 

@@ -15,7 +15,7 @@ from coterie.gateway.fleet.workers import Fleet
 from coterie.routing import Shown
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
-_MOST_LABELS = 100
+_MOST_LABELS = 10_000
 
 
 class Labelled(Collector):
@@ -23,8 +23,8 @@ class Labelled(Collector):
 
     Requests pay a tenth of what the client library's own counter costs, which is locked for other threads.
 
-    Label values beyond the first hundred combinations are counted as "other", so that no worker or client
-    can make the registry grow without bound.
+    Label values beyond the first ten thousand combinations, those of hundreds of workers, are counted as "other", so
+    that no worker or client can make the registry grow without bound.
     """
 
     def __init__(self, name: str, text: str, labels: tuple[str, ...]) -> None:

@@ -57,11 +57,12 @@ class Pool:
         self.connect_timeout_s = connect_timeout_s
         self.keep_idle_s = keep_idle_s
         self._idle: list[Upstream] = []
+        self._opening = 0
 
     @property
     def busy(self) -> bool:
-        """Whether a request is on its way."""
-        return len(self.connections) > len(self._idle)
+        """Whether a request is on its way, or a connection for one."""
+        return self._opening > 0 or len(self.connections) > len(self._idle)
 
     async def post(
         self,
@@ -135,6 +136,7 @@ class Pool:
 
     async def _connect(self) -> Upstream:
         loop = asyncio.get_running_loop()
+        self._opening += 1
         try:
             async with asyncio.timeout(self.connect_timeout_s):
                 _, connection = await loop.create_connection(
@@ -147,6 +149,8 @@ class Pool:
             raise UpstreamError(f"{self.title} cannot be trusted: {_why(error)}", "connect") from None
         except OSError:
             raise UpstreamError(f"{self.title} refused the connection", "connect") from None
+        finally:
+            self._opening -= 1
         # Not in `connection_made`: the loop tells a connection whose opening was cancelled of no loss.
         self.connections.add(connection)
         return connection
@@ -168,10 +172,11 @@ def split_url(url: str) -> Address:
         raise ConfigError(f"URL {url!r}: {strange[0]!r} cannot be part of a URL; write it as %XX")
     try:
         parts = urlsplit(url)
-        port = parts.port or (443 if parts.scheme == "https" else 80)
+        port = (443 if parts.scheme == "https" else 80) if parts.port is None else parts.port
     except ValueError as error:
         raise ConfigError(f"URL {url!r}: {error}") from None
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment or parts.username:
+    beyond = parts.query or parts.fragment or "@" in parts.netloc
+    if parts.scheme not in ("http", "https") or not parts.hostname or not port or beyond:
         raise ConfigError(
             f"URL {url!r}: expected http://HOST:PORT or https://HOST:PORT, without user, query or fragment"
         )

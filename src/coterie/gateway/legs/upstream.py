@@ -319,6 +319,7 @@ class Upstream(asyncio.Protocol):
     def _give_up(self, consumer: Consumer) -> None:
         assert self._transport is not None
         if consumer.wanted_late and self._whole:
+            self._patience = Patience(LATE_S, LATE_S)
             self.deadline = self._loop.time() + LATE_S
             if self._transport.can_write_eof():  # TLS knows no half: the worker hears of it when the time is over
                 self._transport.write_eof()
