@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import random
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -185,18 +186,44 @@ async def test_what_is_beyond_a_partition_no_longer_counts_until_that_is_over():
 
 
 @story
+async def test_however_often_a_way_fails_views_are_right_once_it_holds():
+    network, rng = Network(), random.Random(7)
+    async with (
+        gateways({}) as (one,),
+        network.to(one.gateway.config.admin_port) as way,
+        beside(one, peer=(way,)) as there,
+        contextlib.AsyncExitStack() as stack,
+    ):
+        clients = []
+        for _ in range(12):
+            if len(clients) < 2 or rng.random() < 0.5:
+                clients.append(await stream(there, stack))
+            else:
+                clients.pop().leave()
+            network.lose()
+            await asyncio.sleep(rng.random() / 10)
+            (network.open.clear if rng.random() < 0.5 else network.open.set)()
+        network.open.set()
+        await eventually(lambda: total(one) == len(clients))
+        for client in clients:
+            client.leave()
+        await eventually(lambda: total(one) == total(there) == 0)
+        assert len((await peers(one))["others"]) == 1
+
+
+@story
 async def test_a_peer_that_hangs_is_told_nothing_and_holds_nobody_up():
     network = Network()
     network.open.clear()
     async with (
         gateways({}, peer_timeout_s=0.3) as (one,),
         network.to(one.gateway.config.admin_port) as way,
-        gateways({"peer": (way, one.admin_url)}) as (other,),
+        gateways({"peer": (way, one.admin_url)}, peer_timeout_s=0.3) as (other,),
     ):
         await eventually(lambda: other.metric("peer_messages_total", peer="peer-0", outcome="failed") > 1)
         assert other.metric("peer_messages_total", peer="peer-1", outcome="refused") > 3, "its workers are others"
         rows = (await peers(other))["peers"]
-        assert rows[0]["problem"] == "peer-0 did not answer for 0.6 s"
+        assert rows[0]["problem"] == "peer-0 did not answer for 0.3 s"
         assert "it answered 409: none of the peer's 3 workers is one of this gateway's" in rows[1]["problem"]
         assert (await peers(one))["others"] == []
 
