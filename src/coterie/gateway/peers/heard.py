@@ -67,7 +67,7 @@ class Own:
         return self._board.held(role, self._processes)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class View:
     """What was last heard of another gateway.
 
@@ -78,7 +78,6 @@ class View:
         requests: what it holds, over all workers.
         tokens: likewise.
         unknown_workers: how many of its workers this gateway does not have.
-        shape: layers and experts of its model; None before it knows.
     """
 
     identity: str
@@ -87,7 +86,6 @@ class View:
     requests: int
     tokens: int
     unknown_workers: int
-    shape: Shape | None
 
 
 class Heard:
@@ -149,7 +147,6 @@ class Heard:
             sum(load.requests for load in loads),
             sum(load.tokens for load in loads),
             unknown,
-            figures.shape,
         )
         return True
 
