@@ -1,6 +1,6 @@
 """A client of expert servers as a process of its own: computes all the time, compares, and says what it saw.
 
-    python expert_client.py MONITOR MODEL NAME
+    python expert_client.py MONITOR MODEL NAME [TOKENS] [IN_FLIGHT]
 
 Prints one JSON line each 50 ms: calls that succeeded, those that failed or were wrong, the longest call since the last
 line, and the servers in its table.
@@ -9,11 +9,12 @@ line, and the servers in its table.
 import json
 import sys
 import time
+from collections import deque
 from pathlib import Path
 
 import numpy as np
 
-from coterie.experts.client import MonitoredDirectory, Patience, RemoteExperts
+from coterie.experts.client import MonitoredDirectory, RemoteExperts
 from coterie.experts.protocol import Request
 from coterie.experts.server import ExpertServer, ModelingKernel, load_experts, parse_experts
 from coterie.experts.transport import SharedClient
@@ -27,22 +28,23 @@ DIFFERENT = 64  # inputs, whose sums are computed beforehand
 TOLERANCE = 1e-5  # of the largest value: partial sums are added in another order
 
 
-def main(monitor, folder, name):
+def main(monitor, folder, name, tokens=TOKENS, in_flight=1):
     files = ExpertFiles.open(Path(folder))
     geometry, hidden = files.model.geometry, files.model.hidden
-    calls = list(with_sums(files, inputs(geometry, hidden)))
+    calls = list(with_sums(files, inputs(geometry, hidden, int(tokens))))
     directory = MonitoredDirectory(monitor, geometry, name)
     directory.await_all(time.monotonic() + 30)
-    experts = RemoteExperts(
-        geometry, hidden, directory, lambda server: SharedClient(Path(server.address)), patience=Patience(reply_s=0.2)
-    )
+    experts = RemoteExperts(geometry, hidden, directory, lambda server: SharedClient(Path(server.address)))
     report = {"done": 0, "wrong": 0, "failed": [], "longest_s": 0.0}
-    said_s = time.monotonic()
+    said_s, turn, flying = time.monotonic(), 0, deque()
     while True:
-        (layer, rows, ids, weights), expected = calls[report["done"] % len(calls)]
-        began_s = time.monotonic()
+        while len(flying) < int(in_flight):
+            call, expected = calls[turn % len(calls)]
+            flying.append((time.monotonic(), experts.start(*call), expected))
+            turn += 1
+        began_s, call, expected = flying.popleft()
         try:
-            sums = experts.compute(layer, rows, ids, weights, began_s + DEADLINE_S)
+            sums = call.finish(began_s + DEADLINE_S)
             report["done"] += 1
             report["wrong"] += bool(np.abs(sums - expected).max() > TOLERANCE * np.abs(expected).max())
         except Exception as error:
@@ -56,10 +58,10 @@ def main(monitor, folder, name):
             report["longest_s"], said_s = 0.0, now_s
 
 
-def inputs(geometry, hidden):
+def inputs(geometry, hidden, tokens=TOKENS):
     rng = np.random.default_rng(0)
     for turn in range(DIFFERENT):
-        rows = rng.standard_normal((TOKENS, hidden)).astype(np.float32)
+        rows = rng.standard_normal((tokens, hidden)).astype(np.float32)
         ids = np.array([rng.permutation(geometry.experts)[: geometry.top_k] for _ in rows], np.int32)
         yield turn % geometry.layers, rows, ids, rng.random(ids.shape).astype(np.float32)
 

@@ -16,7 +16,7 @@ from coterie.up.ports import PortChooser
 from fault_scripts import CLIENTS, SERVERS
 
 TINY = Path(__file__).parents[1] / "models" / "coterie-tiny"
-HALVES = "0-31", "32-63"
+SERVED = {name: ("0-31", "32-63")[half] for name, half in SERVERS.items()}
 TIMES = ("--heartbeat-s", "0.25", "--suspect-after-s", "1", "--dead-after-s", "3")
 LONG_S = 60.0
 _SLOW_S = 0.15, 0.05  # stopped, running: a quarter of its speed
@@ -36,16 +36,25 @@ class ClientProcess:
 
 
 class ProcessWorld:
-    """The processes by name; a context manager, which kills them."""
+    """The processes by name; a context manager, which kills them.
 
-    def __init__(self, folder, clients=CLIENTS):
-        self.names_of_clients = clients
+    Args:
+        folder: for their logs.
+        servers: the experts of each, by name.
+        clients: their names.
+        load: tokens of a call, and calls in flight, of each client.
+        options: of all servers.
+    """
+
+    def __init__(self, folder, *, servers=SERVED, clients=CLIENTS, load=(), options=()):
+        self.servers, self.names_of_clients = servers, clients
+        self.load, self.options = [str(one) for one in load], options
         self.folder, self.processes, self.clients, self.slowed = folder, {}, {}, {}
         (self.port,) = PortChooser(os.getpid()).ports(0, 1, "monitor")
         self.url = f"http://127.0.0.1:{self.port}"
 
     def __enter__(self):
-        for name in ("monitor", *SERVERS):
+        for name in ("monitor", *self.servers):
             self.play("start", name)
         self.until_known()
         for name in self.names_of_clients:
@@ -92,13 +101,14 @@ class ProcessWorld:
         with (self.folder / f"{who}.log").open("a") as log:
             environment = os.environ | {"OPENBLAS_NUM_THREADS": "1"}
             self.processes[who] = subprocess.Popen([sys.executable, *command], stdout=out, stderr=log, env=environment)
-        if who in CLIENTS:
+        if who in self.names_of_clients:
             self.clients[who] = ClientProcess(self.processes[who])
 
     def _command(self, who):
         if who == "monitor":
             return ("monitor", "--port", str(self.port), *TIMES)
-        return ("serve", str(TINY), "--experts", HALVES[SERVERS[who]], "--name", who, "--monitor", self.url)
+        what = ("--experts", self.servers[who], "--name", who, "--monitor", self.url)
+        return ("serve", str(TINY), *what, *self.options)
 
     def _slow(self, who, *, on):
         if on:
@@ -119,7 +129,7 @@ class ProcessWorld:
 
     def until_known(self):
         """Wait until the monitor says of each server that runs that it serves, and of no other."""
-        running = sorted(name for name in SERVERS if self.runs(name))
+        running = sorted(name for name in self.servers if self.runs(name))
         self.until(lambda: self.known() == [(name, "serving") for name in running], f"{running} to be known as serving")
 
     def known(self):

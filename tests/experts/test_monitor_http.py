@@ -4,6 +4,7 @@ import http.client
 import json
 from urllib.parse import urlsplit
 
+import httpx
 import msgspec
 import pytest
 from click.testing import CliRunner
@@ -168,8 +169,28 @@ def test_experts_without_an_owner_are_named(closing):
     with running_monitor() as url:
         closing(FakeServer(url, "a", "0134567"))
         coverage = until(lambda: ask(url, "GET", "/status", Status).coverage if _served(url) else None)
-        assert (coverage.missing, coverage.replicas) == ([(0, 2)], {0: 1, 1: 7})
-        assert "1 or more, layer 0 expert 2" in CliRunner().invoke(status, ["--monitor", url]).output
+        assert (coverage.missing, coverage.first_missing, coverage.replicas) == (1, (0, 2), {0: 1, 1: 7})
+        assert "no server has: 1, layer 0 expert 2 first" in CliRunner().invoke(status, ["--monitor", url]).output
+
+
+def test_metrics_count_servers_by_state_and_name_each_that_lives(closing):
+    with running_monitor() as url:
+        for name in "ab":
+            closing(FakeServer(url, name, "01"))
+        gone = FakeServer(url, "c", "2")
+        until(lambda: len(_served(url)) == 3)
+        gone.registration.close()
+        text = httpx.get(f"{url}/metrics").text
+        values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+        prefix = "coterie_expert_monitor_"
+        assert values[prefix + 'servers{state="serving"}'] == "2.0"
+        assert values[prefix + 'servers{state="dead"}'] == "1.0"
+        assert values[prefix + "missing_experts"] == "6.0"
+        assert values[prefix + "single_experts"] == "0.0"
+        assert {key for key in values if "silent_seconds" in key} == {
+            prefix + f'silent_seconds{{server="{name}"}}' for name in "ab"
+        }
+        assert prefix + "imbalance" not in values  # no load
 
 
 def _served(url):

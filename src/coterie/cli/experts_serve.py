@@ -39,6 +39,11 @@ _POSITIVE = click.IntRange(min=1)
     show_default=True,
     help="What computes: the embedded engine's code, vLLM's for CPUs, or, on a GPU, Triton's; the last two need torch.",
 )
+@click.option(
+    "--pairs-per-s",
+    type=click.FloatRange(min=0, min_open=True),
+    help="The most pairs of token and expert to compute in a second, for trials on one machine. [default: no limit]",
+)
 @click.option("--monitor", metavar="URL", help="The monitor that tells clients of it. [default: none]")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address of its HTTP side.")
 @click.option("--port", type=click.IntRange(0, 65535), default=0, help="Port of it. [default: a free one]")

@@ -38,7 +38,7 @@ def servers(rows: list[ServerRow]) -> Table:
 
 def _row(row: ServerRow) -> tuple[str, ...]:
     times = (number(row.state_s, 1), number(row.silent_s, 1))
-    load = (str(row.held), number(row.tokens_per_s, 0), str(row.requests), str(row.queue))
+    load = (str(row.held), number(row.pairs_per_s, 0), str(row.requests), str(row.queue))
     return (row.name, row.state, *times, *load, number(row.memory_bytes / _MIB, 0), row.reason or NONE)
 
 
@@ -54,8 +54,8 @@ def _coverage(coverage: Coverage) -> Iterator[str]:
     yield f"{coverage.model}: {coverage.layers} layers of {coverage.experts} experts"
     replicas = ", ".join(f"{count} on {servers}" for servers, count in coverage.replicas.items())
     yield f"experts, by number of servers that serve them: {replicas}"
-    if coverage.missing:
-        layer, expert = coverage.missing[0]
-        yield f"experts that no server has: {len(coverage.missing)} or more, layer {layer} expert {expert} first"
+    if coverage.first_missing is not None:
+        layer, expert = coverage.first_missing
+        yield f"experts that no server has: {coverage.missing}, layer {layer} expert {expert} first"
     if coverage.imbalance is not None:
         yield f"load of the busiest server over that of the mean server: {number(coverage.imbalance)}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 import msgspec
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -14,6 +15,7 @@ from starlette.routing import Route
 from coterie.errors import InputError
 from coterie.experts.membership import Accepted, Action, Heartbeat, Leave, Refused, Register, Report
 from coterie.experts.monitor.messages import MAX_BODY_BYTES, Problem, Pulse, Welcome
+from coterie.experts.monitor.metrics import MonitorMetrics
 from coterie.experts.monitor.monitor import MAX_FOLLOWERS, Monitor
 from coterie.experts.monitor.status import status
 
@@ -34,6 +36,7 @@ def app(monitor: Monitor) -> Starlette:
             Route("/members", handlers.members),
             Route("/status", handlers.status),
             Route("/placement", handlers.placement),
+            Route("/metrics", handlers.metrics),
             Route("/health", handlers.health),
         ],
         exception_handlers={HTTPException: _refused, InputError: _unusable},
@@ -43,6 +46,8 @@ def app(monitor: Monitor) -> Starlette:
 class _Handlers:
     def __init__(self, monitor: Monitor) -> None:
         self._monitor = monitor
+        self._metrics = CollectorRegistry()
+        self._metrics.register(MonitorMetrics(monitor))
 
     async def register(self, request: Request) -> Response:
         return self._answer(self._monitor.hear(await _read(request, Register)))
@@ -74,6 +79,9 @@ class _Handlers:
 
     async def placement(self, request: Request) -> Response:
         return _json(self._monitor.suggestion())
+
+    async def metrics(self, request: Request) -> Response:
+        return Response(generate_latest(self._metrics), headers={"content-type": CONTENT_TYPE_LATEST})
 
     async def health(self, request: Request) -> Response:
         return _json({"status": "ok"})

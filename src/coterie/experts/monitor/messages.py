@@ -7,6 +7,8 @@
     GET  /members     ?run=RUN&after=EPOCH  a line for each change, for as long as both sides live; see `view`
     GET  /status      Status
     GET  /placement   Suggestion, or 409 with Problem
+    GET  /metrics     for Prometheus
+    GET  /health      200
 
 `Register`, `Leave` and `Report` are the events of `membership`.
 """
@@ -80,7 +82,7 @@ class ServerRow(msgspec.Struct, frozen=True):
         state_s: how long it has been in this state.
         silent_s: how long nothing was heard of it.
         held: expert replicas that it has, over all layers.
-        tokens_per_s: pairs of token and expert that it computes in a second, of late.
+        pairs_per_s: pairs of token and expert that it computes in a second, of late.
     """
 
     id: str
@@ -93,7 +95,7 @@ class ServerRow(msgspec.Struct, frozen=True):
     state_s: float
     silent_s: float
     held: int
-    tokens_per_s: float
+    pairs_per_s: float
     requests: int
     batches: int
     queue: int
@@ -106,7 +108,8 @@ class Coverage(msgspec.Struct, frozen=True):
     Attributes:
         model: its name; empty while there is no server.
         replicas: how many experts, over all layers, are on so many servers that serve.
-        missing: experts, as layer and expert, that no server has which serves, drains or is suspect; the first few.
+        missing: how many experts, over all layers, no server has which serves, drains or is suspect.
+        first_missing: layer and number of the first of them; None if there is none.
         imbalance: load of the busiest server over that of the mean server, mean over layers by load; None without load.
     """
 
@@ -114,7 +117,8 @@ class Coverage(msgspec.Struct, frozen=True):
     layers: int
     experts: int
     replicas: dict[int, int]
-    missing: list[tuple[int, int]]
+    missing: int
+    first_missing: tuple[int, int] | None
     imbalance: float | None
 
 

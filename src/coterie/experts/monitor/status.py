@@ -10,8 +10,6 @@ from coterie.experts.monitor.demand import imbalance
 from coterie.experts.monitor.messages import Coverage, Load, ServerRow, Status
 from coterie.experts.monitor.monitor import Monitor
 
-_MOST_MISSING = 100
-
 
 def status(monitor: Monitor) -> Status:
     """All of it."""
@@ -41,7 +39,7 @@ def _row(monitor: Monitor, member: Member) -> ServerRow:
         state_s=monitor.state_s(server.id),
         silent_s=monitor.silent_s(server.id),
         held=sum(map(len, server.held)),
-        tokens_per_s=monitor.demand.rate(server.id),
+        pairs_per_s=monitor.demand.rate(server.id),
         requests=load.requests,
         batches=load.batches,
         queue=load.queue,
@@ -51,18 +49,20 @@ def _row(monitor: Monitor, member: Member) -> ServerRow:
 
 def _coverage(monitor: Monitor, living: Sequence[Member]) -> Coverage:
     if not living:
-        return Coverage(model="", layers=0, experts=0, replicas={}, missing=[], imbalance=None)
+        return Coverage(model="", layers=0, experts=0, replicas={}, missing=0, first_missing=None, imbalance=None)
     first = living[0].server
     everything = [(layer, expert) for layer in range(len(first.held)) for expert in range(first.experts)]
     serving = _owners(member for member in living if member.state == "serving")
     usable = _owners(member for member in living if member.state != "joining")
+    missing = [one for one in everything if not usable[one]]
     servers = [member.server for member in living if member.state == "serving"]
     return Coverage(
         model=first.model,
         layers=len(first.held),
         experts=first.experts,
         replicas=dict(sorted(Counter(serving[one] for one in everything).items())),
-        missing=[one for one in everything if not usable[one]][:_MOST_MISSING],
+        missing=len(missing),
+        first_missing=next(iter(missing), None),
         imbalance=imbalance(monitor.demand.rates(servers).sum(axis=2)) if servers else None,
     )
 

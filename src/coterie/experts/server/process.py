@@ -25,6 +25,7 @@ from coterie.experts.registration import Account, Registration
 from coterie.experts.server.app import app, resident_bytes
 from coterie.experts.server.holdings import Progress, load_experts, parse_experts
 from coterie.experts.server.kernels import KernelName, make_kernel
+from coterie.experts.server.paced import PacedKernel
 from coterie.experts.server.server import ExpertServer
 from coterie.experts.transport import Intake, SharedServer
 from coterie.http_server import listen, serving_app, url_of
@@ -47,6 +48,7 @@ class ServeConfig:
         experts: which to have; see `parse_experts`.
         name: for people.
         kernel: what computes; see `make_kernel`.
+        pairs_per_s: the most pairs of token and expert to compute in a second; None for as many as can be.
         monitor: URL of the monitor; None for none.
         host: address of the HTTP side.
         port: of it; 0 takes a free one.
@@ -62,6 +64,7 @@ class ServeConfig:
     experts: str = "all"
     name: str = "experts"
     kernel: KernelName = "coterie"
+    pairs_per_s: float | None = None
     monitor: str | None = None
     host: str = "127.0.0.1"
     port: int = 0
@@ -120,7 +123,9 @@ class ServerProcess:
         Raises:
             CoterieError: a file is damaged, a tensor missing or wrong, or the kernel cannot compute these experts here.
         """
-        kernel, files = make_kernel(self.config.kernel), ExpertFiles.open(self.config.model)
+        files, kernel = ExpertFiles.open(self.config.model), make_kernel(self.config.kernel)
+        if self.config.pairs_per_s is not None:
+            kernel = PacedKernel(kernel, self.config.pairs_per_s)
         holding = load_experts(files, self._wanted, kernel, progress=progress)
         gc.collect()
         gc.freeze()  # what lives as long as the process; requests leave no cycles behind

@@ -126,7 +126,7 @@ class ExpertsDemo:
         await asyncio.to_thread(self._cluster.start_expert_server, name, share)
 
     def _busiest(self) -> Member:
-        names = {row.name: row.tokens_per_s for row in self._serving()}
+        names = {row.name: row.pairs_per_s for row in self._serving()}
         running = [member for member in self._cluster.members("experts") if member.process.spec.name in names]
         if not running:
             raise EngineError(f"no expert server serves; see the logs in {self._cluster.config.run_dir}")
