@@ -47,6 +47,8 @@ _POSITIVE = click.IntRange(min=1)
 @click.option("--monitor", metavar="URL", help="The monitor that tells clients of it. [default: none]")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address of its HTTP side.")
 @click.option("--port", type=click.IntRange(0, 65535), default=0, help="Port of it. [default: a free one]")
+@click.option("--tcp-port", type=click.IntRange(0, 65535), help="Port for clients of other hosts. [default: none]")
+@click.option("--tcp-host", help="Address for them, on a network that is trusted. [default: that of the HTTP side]")
 @click.option("--slots", type=_POSITIVE, default=16, show_default=True, help="Requests that can be there at a time.")
 @click.option("--max-tokens", type=_POSITIVE, default=512, show_default=True, help="Most tokens of a request.")
 @click.option(
@@ -59,9 +61,10 @@ _POSITIVE = click.IntRange(min=1)
     help="The longest to serve on after SIGTERM, for clients that still ask.",
 )
 def serve(**options: Any) -> None:
-    """Serve experts of the checkpoint in the folder MODEL to clients of this host, until SIGTERM or Ctrl-C.
+    """Serve experts of the checkpoint in the folder MODEL, until SIGTERM or Ctrl-C.
 
-    It reads no other experts.  Clients hand it tokens through shared memory, whose path is in /config.
+    It reads no other experts.  Clients of this host hand it tokens through shared memory, those of others by TCP, if it
+    is given a port for that; /config says where.
     """
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     logging.getLogger("uvicorn").setLevel(logging.WARNING)

@@ -148,10 +148,7 @@ class SlotShape:
         Raises:
             InputError: it does not fit the slot, its arrays do not fit each other, or an expert is out of range.
         """
-        tokens, hidden = _rows("request", request.hidden, request.dtype)
-        top_k = _columns(tokens, request.ids, request.weights)
-        if problem := self._problem(tokens, hidden, top_k, request.layer) or self._strangers(request.ids):
-            raise InputError(f"request: {problem}")
+        tokens, hidden, top_k = self.check_request(request)
         states, ids, weights, _, _ = self._parts
         header = (sequence, request.epoch, request.owner, request.layer, tokens, hidden, top_k, request.dtype)
         _REQUEST.pack_into(memory, _REQUEST_HEADER, *header)
@@ -166,12 +163,12 @@ class SlotShape:
             WireError: a size, the layer or an expert is out of range.
         """
         sequence, epoch, owner, layer, tokens, hidden, top_k, code = _REQUEST.unpack_from(memory, _REQUEST_HEADER)
-        dtype = _dtype(code)
-        if problem := self._problem(tokens, hidden, top_k, layer):
+        dtype = dtype_of(code)
+        if problem := self.problem(tokens, hidden, top_k, layer):
             raise WireError(f"expert request: {problem}")
         states, ids, weights, _, _ = self._parts
         experts = _array(memory, ids, _INT32, tokens, top_k).copy()
-        if problem := self._strangers(experts):
+        if problem := self.strangers(experts):
             raise WireError(f"expert request: {problem}")
         return sequence, Request(
             layer=layer,
@@ -189,9 +186,7 @@ class SlotShape:
         Raises:
             InputError: it does not fit the slot.
         """
-        tokens, hidden = _rows("reply", reply.sums, reply.dtype)
-        if problem := self._problem(tokens, hidden):
-            raise InputError(f"reply: {problem}")
+        tokens, hidden = self.check_reply(reply)
         header = (sequence, reply.epoch, reply.status, tokens, hidden, reply.dtype)
         _REPLY.pack_into(memory, _REPLY_HEADER, *header)
         _array(memory, self._parts[3], reply.dtype.numpy, tokens, hidden)[...] = reply.sums
@@ -203,14 +198,37 @@ class SlotShape:
             WireError: a size or the status is out of range.
         """
         sequence, epoch, status, tokens, hidden, code = _REPLY.unpack_from(memory, _REPLY_HEADER)
-        dtype = _dtype(code)
-        if problem := self._problem(tokens, hidden):
+        dtype = dtype_of(code)
+        if problem := self.problem(tokens, hidden):
             raise WireError(f"expert reply: {problem}")
-        known = _status(status)
+        known = status_of(status)
         sums = _array(memory, self._parts[3], dtype.numpy, tokens, hidden).copy()
         return sequence, Reply(epoch, known, sums, dtype)
 
-    def _problem(self, tokens: int, hidden: int, top_k: int = 1, layer: int = 0) -> str | None:
+    def check_request(self, request: Request) -> tuple[int, int, int]:
+        """Sizes T, H and K of a request.
+
+        Raises:
+            InputError: it does not fit the slot, its arrays do not fit each other, or an expert is out of range.
+        """
+        tokens, hidden = _rows("request", request.hidden, request.dtype)
+        top_k = _columns(tokens, request.ids, request.weights)
+        if problem := self.problem(tokens, hidden, top_k, request.layer) or self.strangers(request.ids):
+            raise InputError(f"request: {problem}")
+        return tokens, hidden, top_k
+
+    def check_reply(self, reply: Reply) -> tuple[int, int]:
+        """Sizes T and H of a reply.
+
+        Raises:
+            InputError: it does not fit the slot.
+        """
+        tokens, hidden = _rows("reply", reply.sums, reply.dtype)
+        if problem := self.problem(tokens, hidden):
+            raise InputError(f"reply: {problem}")
+        return tokens, hidden
+
+    def problem(self, tokens: int, hidden: int, top_k: int = 1, layer: int = 0) -> str | None:
         """Why these sizes do not fit the slot."""
         if tokens > self.tokens or hidden != self.hidden or not 1 <= top_k <= self.top_k:
             return (
@@ -219,7 +237,7 @@ class SlotShape:
             )
         return None if 0 <= layer < self.layers else f"layer {layer} of {self.layers}"
 
-    def _strangers(self, ids: npt.NDArray[np.int32]) -> str | None:
+    def strangers(self, ids: npt.NDArray[np.int32]) -> str | None:
         """Which experts the model does not have."""
         if ids.size and (ids + 1).view(np.uint32).max() > self.experts:  # one pass; below -1 is huge there
             return f"experts {ids.min()} to {ids.max()} of {self.experts}"
@@ -259,14 +277,24 @@ def _columns(tokens: int, ids: npt.NDArray[Any], weights: npt.NDArray[Any]) -> i
     return top_k
 
 
-def _dtype(code: int) -> Dtype:
+def dtype_of(code: int) -> Dtype:
+    """The number format of a code.
+
+    Raises:
+        WireError: there is none.
+    """
     try:
         return Dtype(code)
     except ValueError as error:
         raise WireError(f"expert slot: unknown dtype {code}") from error
 
 
-def _status(code: int) -> Status:
+def status_of(code: int) -> Status:
+    """The status of a code.
+
+    Raises:
+        WireError: there is none.
+    """
     try:
         return Status(code)
     except ValueError as error:

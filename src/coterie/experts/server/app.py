@@ -58,6 +58,7 @@ def describe(process: ServerProcess) -> dict[str, Any]:
         "max_tokens": process.config.max_tokens,
         "kernel": serving.server.kernel.name if serving else None,
         "shared_memory": str(process.shared.path),
+        "tcp": dict(zip(("host", "port"), process.tcp.address, strict=True)) if process.tcp else None,
         "since": serving.server.holding.since if serving else 0,
         "held": process.held,
     }

@@ -7,6 +7,7 @@ import contextlib
 import gc
 import secrets
 import signal
+import socket
 import sys
 import threading
 import time
@@ -28,6 +29,7 @@ from coterie.experts.server.kernels import KernelName, make_kernel
 from coterie.experts.server.paced import PacedKernel
 from coterie.experts.server.server import ExpertServer
 from coterie.experts.transport import Intake, SharedServer
+from coterie.experts.transport.tcp import TcpServer
 from coterie.http_server import listen, serving_app, url_of
 from coterie.modeling.expert_tensors import ExpertFiles, ExpertModel, read_expert_model
 from coterie.modeling.model import keep_freed_memory
@@ -52,6 +54,8 @@ class ServeConfig:
         monitor: URL of the monitor; None for none.
         host: address of the HTTP side.
         port: of it; 0 takes a free one.
+        tcp_host: address for requests by TCP; None for that of the HTTP side.
+        tcp_port: of it; 0 takes a free one; None for none.
         slots: how many clients at a time.
         max_tokens: most tokens of a request.
         drain_s: how long to serve on after SIGTERM, at most.
@@ -68,6 +72,8 @@ class ServeConfig:
     monitor: str | None = None
     host: str = "127.0.0.1"
     port: int = 0
+    tcp_host: str | None = None
+    tcp_port: int | None = None
     slots: int = 16
     max_tokens: int = 512
     drain_s: float = 30.0
@@ -88,10 +94,12 @@ class ServerProcess:
         phase: joining while it loads, then serving, then draining.
         model: whose experts they are.
         shared: where clients of this host hand it requests.
+        tcp: where others do; None for nowhere.
         intake: all ways by which requests come.
         serving: what computes them; None while it loads.
 
     Raises:
+        ConfigError: there is no such address for TCP.
         InputError: the checkpoint's configuration cannot be read, or it does not have the experts.
         UnsupportedError: experts that are not computed here, or too little shared memory.
     """
@@ -102,8 +110,10 @@ class ServerProcess:
         self._wanted: Held = parse_experts(config.experts, self.model.geometry)
         geometry = self.model.geometry
         shape = SlotShape(config.max_tokens, self.model.hidden, geometry.top_k, geometry.layers, geometry.experts)
+        listener = _tcp_listener(config)
         self.shared = SharedServer(shape, config.slots)
-        self.intake = Intake(self.shared)
+        self.tcp = TcpServer(listener, bytes.fromhex(self.id), self.shared, config.slots) if listener else None
+        self.intake = Intake(self.shared, *([self.tcp] if self.tcp else ()))
         self.phase: Phase = "joining"
         self.serving: Serving | None = None
 
@@ -196,6 +206,12 @@ class Serving:
                     self._asked_s = time.monotonic()
         except BaseException as error:
             self.problem = error
+
+
+def _tcp_listener(config: ServeConfig) -> socket.socket | None:
+    if config.tcp_port is None:
+        return None
+    return listen(config.tcp_host or config.host, config.tcp_port, "tcp-port")
 
 
 class _StoppedError(Exception):

@@ -25,6 +25,7 @@ from coterie.experts.protocol.layout import DOORBELL
 from coterie.experts.transport.doorbell import Doorbell
 from coterie.experts.transport.identity import is_alive, own_identity
 from coterie.experts.transport.inlet import Ready
+from coterie.experts.transport.pending import Pending
 from coterie.experts.transport.words import Words
 from coterie.shm import SharedFile
 
@@ -178,7 +179,7 @@ class SharedClient:
         slot = self._open_slot()
         sequence = rules.post(slot, request)
         self._bell.ring()
-        return Pending(slot, sequence, self._path.name, self._server)
+        return _SharedPending(slot, sequence, self._path.name, self._server)
 
     def call(self, request: Request, timeout_s: float) -> Reply:
         """Send a request and wait for its reply: `post`, then `Pending.wait`."""
@@ -195,33 +196,13 @@ class SharedClient:
         return self._slot
 
 
-class Pending:
-    """A request that was posted.  Several, at as many servers, may be waited for one after the other."""
-
+class _SharedPending(Pending):
     def __init__(self, slot: SharedSlot, sequence: int, name: str, server: int) -> None:
-        self._slot, self._sequence, self._name, self._server = slot, sequence, name, server
-
-    def wait(self, deadline_s: float) -> Reply:
-        """The reply, once.
-
-        Args:
-            deadline_s: until when to wait, by `time.monotonic`; one that has passed asks for what is there already.
-
-        Raises:
-            GoneError: the server died.
-            EngineError: it did not reply in time.
-            WireError: the reply cannot be read, or is to another request.
-
-        After each of them the request is withdrawn, so that the slot can be used again, if the server lives.
-        """
-        reply = self.look(deadline_s)
-        if reply is None:
-            self.withdraw()
-            raise EngineError(f"expert server {self._name} did not reply in time")
-        return reply
+        super().__init__(name)
+        self._slot, self._sequence, self._server = slot, sequence, server
 
     def look(self, until_s: float) -> Reply | None:
-        """As `wait`, but a request without a reply by then is not withdrawn: it may still come."""
+        """See `Pending`."""
         try:
             return self._await(until_s)
         except BaseException:  # a death, a reply that cannot be read, an interrupt
@@ -229,7 +210,7 @@ class Pending:
             raise
 
     def withdraw(self) -> None:
-        """Want no reply any more."""
+        """See `Pending`."""
         rules.withdraw(self._slot, self._sequence)
 
     def _await(self, until_s: float) -> Reply | None:
