@@ -272,6 +272,14 @@ def test_a_server_without_free_slots_is_passed_over_while_others_have_its_expert
     assert not world.servers["a"].asked
 
 
+def test_a_connection_that_failed_is_left_to_others():
+    world = World(FakeServer(script=["torn", "short", "torn"]), FakeServer(script=["die"]))
+    remote = client(world)
+    compute(remote)
+    remote.close()
+    assert not world.open
+
+
 def test_servers_that_left_the_table_lose_their_connections():
     world = World(FakeServer(), FakeServer())
     remote = client(world)

@@ -156,6 +156,7 @@ class Exchange:
         except (EngineError, WireError) as error:
             call.returned(flight, str(error))
             self._servers.ended(flight.server, flight.part.pairs)
+            flight.link.close()
             self._lose(flight.server, error)
         return True
 

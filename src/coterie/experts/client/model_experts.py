@@ -16,7 +16,7 @@ from coterie.experts.client.monitored import MonitoredDirectory
 from coterie.experts.client.remote import RemoteExperts
 from coterie.experts.client.table import Server
 from coterie.experts.transport import SharedClient
-from coterie.modeling.expert_tensors import read_expert_model
+from coterie.modeling.expert_tensors import ExpertModel, read_expert_model
 from coterie.modeling.gates import Choice
 from coterie.modeling.tiles import Floats
 
@@ -70,21 +70,29 @@ class ModelExperts:
 
 @contextlib.contextmanager
 def experts_of(checkpoint: Path, config: ExpertsConfig) -> Iterator[ModelExperts]:
-    """Connections to the servers of a checkpoint's experts.
+    """A checkpoint's experts, as `modeling.Model` takes them.
+
+    Raises:
+        CoterieError: as `read_expert_model` and `remote_experts`.
+    """
+    with remote_experts(read_expert_model(checkpoint), config) as remote:
+        yield ModelExperts(remote, config.timeout_s)
+
+
+@contextlib.contextmanager
+def remote_experts(model: ExpertModel, config: ExpertsConfig) -> Iterator[RemoteExperts]:
+    """Connections to the servers of a model's experts.
 
     Raises:
         ConfigError: the monitor's URL is none.
         EngineError: some expert has no server, even after a while.
-        InputError: the checkpoint's configuration cannot be read.
-        UnsupportedError: an architecture whose experts are not computed.
     """
-    model = read_expert_model(checkpoint)
     with contextlib.closing(MonitoredDirectory(config.monitor, model.geometry, config.name)) as directory:
         directory.await_all(time.monotonic() + READY_S)
         remote = RemoteExperts(model.geometry, model.hidden, directory, shared_memory, patience=config.patience)
         with contextlib.closing(remote):
             remote.connect(time.monotonic() + _CONNECT_S)
-            yield ModelExperts(remote, config.timeout_s)
+            yield remote
 
 
 def shared_memory(server: Server) -> Link:

@@ -39,6 +39,7 @@ class Probes:
                 reply = pending.look(until_s)
             except (EngineError, WireError) as error:
                 del self._pending[server]
+                link.close()
                 self._links.drop(server)
                 self._servers.judge(server, Standing.LOST, str(error))
                 continue

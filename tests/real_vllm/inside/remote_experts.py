@@ -1,0 +1,64 @@
+"""Greedy tokens of an engine with its own experts (`stock`), or with those of servers (a monitor's URL), as JSON.
+
+One request at a time, since what is computed together changes the rounding, of stock engines too.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+
+os.environ |= {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # to ask the model for its parameters
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+from vllm import LLM, SamplingParams
+
+from coterie.vllm_experts import LOAD_FORMAT, register
+
+
+def resident_mib():
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("VmRSS:")[1].split()[0]) / 1024
+
+
+def main():
+    model, monitor, prompts, tokens, *options = sys.argv[1:]
+    register()
+    remote = {"load_format": LOAD_FORMAT, "model_loader_extra_config": {"monitor": monitor}}
+    engine = LLM(
+        model,
+        skip_tokenizer_init=True,
+        dtype="float32",
+        max_model_len=256,
+        max_num_seqs=1,
+        enforce_eager="compile" not in options,
+        enable_prefix_caching=False,
+        seed=0,
+        **({} if monitor == "stock" else remote),
+    )
+    rng = np.random.default_rng(11)
+    asked = [{"prompt_token_ids": rng.integers(100, 3900, rng.integers(4, 40)).tolist()} for _ in range(int(prompts))]
+    params = SamplingParams(temperature=0, max_tokens=int(tokens), ignore_eos=True, detokenize=False)
+    outputs = engine.generate(asked, params, use_tqdm=False)
+    weights = engine.apply_model(lambda model: {name: value.numel() for name, value in model.named_parameters()})[0]
+    print(
+        json.dumps(
+            {
+                "tokens": [list(output.outputs[0].token_ids) for output in outputs],
+                "expert_weights": sum(size for name, size in weights.items() if "routed_experts" in name),
+                "other_weights": sum(size for name, size in weights.items() if "routed_experts" not in name),
+                "resident_mib": resident_mib(),
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""Real vLLM and transformers whose experts are in servers give the tokens of stock ones, and hold no expert."""
+
+from __future__ import annotations
+
+import json
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
+from servers import TINY
+
+from expert_processes import expert_server
+from running_monitor import running_monitor
+from tiny_checkpoints import write_checkpoint
+
+SIZES = ("16", "48")  # prompts, tokens of each
+
+
+def computed_by(server):
+    return server.get("/load").json()["requests"]["computed"]
+
+
+def tokens_with(engine_python, monitor):
+    return json.loads(engine_python("remote_experts.py", TINY, monitor, *SIZES).splitlines()[-1])
+
+
+def test_768_greedy_tokens_are_those_of_stock_vllm_though_one_of_two_expert_servers_is_killed(engine_python):
+    stock = tokens_with(engine_python, "stock")
+    with (
+        running_monitor() as monitor,
+        expert_server(TINY, "--monitor", monitor, "--name", "one") as one,
+        expert_server(TINY, "--monitor", monitor, "--name", "two") as two,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        running = pool.submit(tokens_with, engine_python, monitor)
+        while not running.done() and computed_by(two) < 1000:  # of 5 layers' 16 * 48, and some more
+            time.sleep(0.1)
+        two.process.kill()
+        before = computed_by(one)
+        remote = running.result()
+        assert computed_by(one) > before + 1000
+    assert remote["tokens"] == stock["tokens"]
+    assert sum(map(len, stock["tokens"])) == 768
+    assert (stock["expert_weights"], remote["expert_weights"]) == (5 * 64 * 3 * 128 * 64, 0)
+    assert remote["other_weights"] == stock["other_weights"]
+
+
+def test_transformers_with_experts_in_servers_gives_the_tokens_of_its_own(engine_python, tmp_path):
+    pairs = []
+    with ExitStack() as running:
+        for architecture, changes in {"mixtral": {}, "deepseek_v3": {"num_key_value_heads": 4}}.items():
+            checkpoint = write_checkpoint(tmp_path / architecture, architecture, **changes)
+            monitor = running.enter_context(running_monitor())
+            running.enter_context(expert_server(checkpoint, "--monitor", monitor, "--experts", "0-4"))
+            running.enter_context(expert_server(checkpoint, "--monitor", monitor, "--experts", "4-7"))
+            pairs += [checkpoint, monitor]
+        results = json.loads(engine_python("hf_remote_experts.py", *pairs).splitlines()[-1])
+    for result in results:
+        assert result["same"]
+        assert result["difference"] <= 1e-5
+        assert not result["experts"]
