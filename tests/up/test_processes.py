@@ -93,6 +93,15 @@ def test_stop_ends_the_whole_tree_even_what_left_the_group(tree):
     assert not any(map(alive, server.pids()))
 
 
+def test_a_command_has_a_group_of_its_own_in_the_session_of_its_supervisor(tree):
+    server = tree()
+    server.start()
+    command, away = server.pids()
+    assert os.getpgid(command) == server.process.pid
+    assert os.getsid(command) == os.getsid(0)  # priorities would count for nothing beyond one
+    assert os.getsid(away) == away
+
+
 def test_a_command_deaf_to_sigterm_is_killed_after_its_grace(tree):
     server = tree("deaf", grace_s=0.2)
     server.start()

@@ -4,6 +4,9 @@ NIXL's progress thread polls UCX in a loop: its Python binding sets the loop's d
 no option.  Each engine with NIXL so keeps one core busy while it is idle.  Servers have cores to spare; a
 laptop with fewer cores than engines starves the model's own threads.  At the lowest priority the loop still
 runs whenever a core is free, which is when transfers wait for it.
+
+That holds within a session: Linux shares the processor between sessions first (`sched_autogroup`), whatever the
+priorities in them.  So supervised processes stay in the session of their supervisor.
 """
 
 from __future__ import annotations

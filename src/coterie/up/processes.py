@@ -130,7 +130,7 @@ class SupervisedProcess:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **self.spec.env},
-                start_new_session=True,
+                process_group=0,  # no session: Linux weighs priorities within one, see priority.py
                 bufsize=0,
             )
         self._enter(State.STARTING)
