@@ -50,7 +50,7 @@ def members(mark):
 
 @pytest.mark.slow
 def test_the_demo_measures_every_policy_and_leaves_nothing_but_its_result(command, tmp_path):
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / "result.json").read_text())
     assert len(result["rows"]) == 2 * 5
