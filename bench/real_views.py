@@ -1,9 +1,9 @@
 """How far real gateways' views of each other are off, beside what the simulator says; see `views.py --real`.
 
 Gateways that are peers serve from one event loop, over real sockets, in front of the mock workers of `gateway.py`, so
-that all views and the truth are read at one moment.  Each request comes to one of them by chance.  The same requests,
-with the times that they took, are then given to the simulator's exchange, with the delay that a change has on average:
-gateways look at what has changed four times in `exchange_s`.
+that all views and the truth are read at one moment.  Each request comes to one of them by chance.  The same requests at
+the same workers, as long as they were there, are then given to the simulator's exchange, with the delay that a change
+has on average: gateways look at what has changed four times in `exchange_s`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from coterie.gateway.peers.heard import DECODE, Heard, Own
 from coterie.gateway.peers.message import message_of, read_message, write_message
 from coterie.gateway.peers.pace import PARTS
 from coterie.gateway.server import serving
-from coterie.routing import LeastLoad, Ledger
+from coterie.routing import Ledger
 from coterie.routing.shared_batches import SharedBatches
 from coterie.routing.shared_load import Board
 from coterie.sim.exchange import Exchange
@@ -47,10 +47,11 @@ BODY = b'{"model":"tiny","messages":[{"role":"user","content":"x"}],"max_tokens"
 
 @dataclass(frozen=True)
 class Asked:
-    """A request: when it came, where, and how long it took."""
+    """A request: when it was sent to a decode worker, by which gateway, to which, and how long it was there."""
 
     at_s: float
     gateway: int
+    worker: str
     took_s: float
 
 
@@ -121,6 +122,7 @@ async def peers(urls: Sequence[str], count: int, exchange_s: float) -> AsyncIter
                 port=port,
                 admin_port=admin_port,
                 log_requests=False,
+                keep_decisions=1_000_000,
                 continue_streams=False,
                 shutdown_grace_s=0.1,
             )
@@ -128,27 +130,39 @@ async def peers(urls: Sequence[str], count: int, exchange_s: float) -> AsyncIter
         yield gateways
 
 
-async def ask(port: int) -> None:
+async def ask(port: int) -> str:
+    """Ask a gateway; return the request's id once its reply is complete."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(BODY)
     writer.write(head + BODY)
+    head = await reader.readuntil(b"\r\n\r\n")
     await reader.readuntil(b"\r\n0\r\n\r\n")
     writer.close()
+    return head.lower().partition(b"x-request-id: ")[2].split(b"\r\n")[0].decode()
+
+
+def asked_of(gateways: Sequence[Gateway], ends_s: dict[str, float]) -> list[Asked]:
+    """What gateways decided, with when it ended; in the order of time, from the first."""
+    decided = [(i, entry) for i, one in enumerate(gateways) for entry in one.dispatcher.decisions.entries()]
+    start_s = min(entry["time"] for _, entry in decided)
+    asked = [
+        Asked(entry["time"] - start_s, i, entry["decode"], ends_s[entry["id"]] - entry["time"]) for i, entry in decided
+    ]
+    return sorted(asked, key=lambda one: one.at_s)
 
 
 async def serve(
     urls: Sequence[str], count: int, exchange_s: float, rate: float, for_s: float
 ) -> tuple[list[Asked], list[float], float]:
     """Requests that came, what views were off by, and what a worker held on average."""
-    rng, asked, tasks = np.random.default_rng(0), [], set()
+    rng, ends_s, tasks = np.random.default_rng(0), {}, set()
     async with peers(urls, count, exchange_s) as gateways:
         ledgers = [gateway.decode.ledger for gateway in gateways]
         start_s = time.monotonic()
 
         async def one(gateway: int) -> None:
-            at_s = time.monotonic()
-            await ask(gateways[gateway].config.port)
-            asked.append(Asked(at_s - start_s, gateway, time.monotonic() - at_s))
+            id_ = await ask(gateways[gateway].config.port)
+            ends_s[id_] = time.time()
 
         async def arrive() -> None:
             while time.monotonic() < start_s + for_s:
@@ -163,7 +177,7 @@ async def serve(
                 errors.append(error(ledgers))
                 held.append(sum(load.requests for ledger in ledgers for load in ledger.own().values()) / WORKERS)
         await asyncio.gather(*tasks)
-    return asked, errors, statistics.mean(held)
+        return asked_of(gateways, ends_s), errors, statistics.mean(held)
 
 
 # --- by the simulator ----------------------------------------------------------------------------------
@@ -171,16 +185,14 @@ async def serve(
 
 def simulated(asked: Sequence[Asked], count: int, delay_s: float | None) -> Off:
     """What views of the same requests are off by, each change being known after a delay; None for never."""
-    kernel, policy, rng = Kernel(), LeastLoad(), np.random.default_rng(0)
+    kernel = Kernel()
     exchange = None if delay_s is None else Exchange(kernel, count, delay_s)
-    targets = [WorkerState(f"w{i}", f"w{i}") for i in range(WORKERS)]
+    targets = [WorkerState(name, name) for name in sorted({one.worker for one in asked})]
     ledgers = [Ledger(targets, kernel, others=exchange and exchange.loads[i]) for i in range(count)]
     errors: list[float] = []
 
     def arrive(one: Asked) -> None:
-        request = RouteRequest("r", 1, TOKENS)
-        ledger = ledgers[one.gateway]
-        lease = ledger.lease(policy.choose(request, ledger.states(), rng).worker, request)
+        lease = ledgers[one.gateway].lease(one.worker, RouteRequest("r", 1, TOKENS))
         kernel.after(one.took_s, Priority.END, lease.release)
 
     def look() -> None:
