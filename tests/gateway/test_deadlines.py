@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 
+import pytest
 from fake_engine import Exchange, FakeEngine, event, hang, when
 from stories import cluster, eventually, story
 
@@ -104,3 +105,19 @@ async def test_a_worker_joins_although_the_only_partner_to_probe_it_with_hangs()
         await eventually(lambda: len(running.gateway.decode.available()) == 1)
         await running.decode[0].start()
         await eventually(lambda: len(running.gateway.decode.available()) == 2)
+
+
+@story
+async def test_a_fault_as_deadlines_are_looked_at_does_not_end_the_looking(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with cluster(request_timeout_s=0.6) as running:
+        running.prefill[0].answer = hang
+        looks = []
+
+        def fail(now_s: float) -> None:
+            looks.append(now_s)
+            monkeypatch.undo()
+            raise ZeroDivisionError
+
+        monkeypatch.setattr(running.gateway.dispatcher, "expire", fail)
+        assert (await running.post(ASK)).status == 504
+        assert len(looks) == 1

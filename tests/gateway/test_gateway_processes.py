@@ -14,7 +14,9 @@ from fake_engine import Kv
 from gateway_commands import Serving, rest, served_by, started, streams
 from stories import eventually, fakes, story
 
-from coterie.gateway.processes.parent import DEATHS_S, Deaths
+from coterie.gateway.config import GatewayConfig, Source
+from coterie.gateway.processes.parent import DEATHS_S, Deaths, Group
+from coterie.gateway.processes.parent import _board as shared_board
 from coterie.gateway.processes.seat import BOARD_PREFIX
 from coterie.shm import FOLDER
 
@@ -135,3 +137,17 @@ def test_the_dead_are_replaced_ever_later_and_the_fifth_of_a_minute_is_not():
     assert [deaths.note(now_s) for now_s in (0, 1, 2, 3)] == pytest.approx([0.1, 0.2, 0.4, 0.8])
     assert deaths.note(DEATHS_S + 0.5) == pytest.approx(0.8)  # that at 0 s is forgotten
     assert deaths.note(DEATHS_S + 0.6) is None
+
+
+@story
+async def test_a_process_that_starts_as_the_gateway_is_told_to_stop_is_told_so_too():
+    config = GatewayConfig(prefill=("http://a:1",), decode=("http://b:1",), processes=2)
+    with shared_board(config) as file:
+        group = Group(config, Source(None, {}), ["sleep", "60"], file)
+        starting = asyncio.create_task(group.start())
+        await asyncio.sleep(0)  # its keepers have begun, and no process has
+        await asyncio.sleep(0)
+        assert not group.members
+        await asyncio.wait_for(group.stop(), 5)
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)

@@ -220,6 +220,7 @@ class Gateway:
             self._lines.append(_line(journey, now_s))
 
     def _sweep(self) -> None:
+        self._sweeper = self._loop.call_later(SWEEP_S, self._sweep)  # first: no fault below ends all waits' ends
         now_s = self._loop.time()
         for worker in self.workers:
             worker.pool.expire(now_s)
@@ -228,7 +229,6 @@ class Gateway:
         self.entrance.gate.expire(now_s)
         self.dispatcher.expire(now_s)
         self._log_requests()
-        self._sweeper = self._loop.call_later(SWEEP_S, self._sweep)
 
     def _log_requests(self) -> None:
         """Log the requests that ended since the last time at once: one by one they would cost a tenth of the CPU."""

@@ -230,6 +230,8 @@ class Group:
                     number, self.config.board_rows, str(self._file.path), *await self._present(), self._source
                 )
             member = self.members[number] = await Member.start(self._command, setup)
+            if self._stopping:  # since it was last looked at: `stop` knew nothing of this one
+                member.process.terminate()
             status = await member.live(partial(self._heard, number, member))
             del self.members[number]
             self.starting.discard(number)
