@@ -32,6 +32,7 @@ from make_bodies import main as make_bodies
 
 from coterie.calibration import Profile
 from coterie.core import ModelGeometry
+from coterie.gateway.server import allow_descriptors
 from coterie.signature import SignatureTransform
 
 HERE = Path(__file__).parent
@@ -216,6 +217,7 @@ def main() -> None:
         contenders += [f"{policy} --processes {arguments.processes}" for policy in policies]
     if arguments.vllm_router:
         contenders.append("vllm-router")
+    allow_descriptors(max(load.concurrency for name in arguments.loads for load in LOADS[name]))  # of workers, too
     rows: list[tuple[str, str, dict[str, float]]] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

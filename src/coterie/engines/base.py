@@ -66,12 +66,14 @@ class Handoff:
         prompt_tokens: tokens of the prompt, by the engine's count; 0 where it does not say.
         envelope: the counts envelope, unread; None where the engine sent none.
         large: what was cut out of the parameters, to be put back in what is sent on.
+        counts: the envelope's counts, where the engine took them out of it.
     """
 
     params: Fields
     prompt_tokens: int
     envelope: msgspec.Raw | None
     large: Large = NOTHING_LARGE
+    counts: bytes = b""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -12,7 +12,6 @@ that must go on.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -21,11 +20,11 @@ import msgspec
 
 from coterie import wire
 from coterie.core import ExpertCounts, Reading
-from coterie.engines import vllm_resume
+from coterie.engines import vllm_envelope, vllm_resume
 from coterie.engines.base import Answer, Body, Call, Fields, Handoff, Prefilled, Transcript
 from coterie.engines.large import NOTHING_LARGE, Large
 from coterie.engines.vllm_answers import CHAT, GENERATE, answer
-from coterie.errors import EngineError, InputError, RequestError, WireError
+from coterie.errors import EngineError, InputError, RequestError
 
 COMPLETIONS = "/v1/completions"
 RESPONSES = "/v1/responses"
@@ -141,8 +140,6 @@ class _Models(msgspec.Struct):
     data: list[_Model]
 
 
-_COUNTS = b'"counts":'
-_any_object = msgspec.json.Decoder(dict[str, Any])
 _prefill_reply = msgspec.json.Decoder(_PrefillReply)
 _models = msgspec.json.Decoder(_Models)
 _server_info = msgspec.json.Decoder(_ServerInfo)
@@ -227,17 +224,18 @@ class VllmNixl:
 
     def prefilled(self, reply: bytes, large: Large = NOTHING_LARGE) -> Prefilled:
         """Read the prefill server's reply; see `Engine.prefilled`."""
-        try:
-            read = _prefill_reply.decode(reply)
-        except _UNREADABLE as error:
-            raise EngineError(f"the prefill reply cannot be read: {error}") from None
+        short, counts = vllm_envelope.cut_out(reply)
+        read = _read_prefill_reply(short)
+        if counts and not vllm_envelope.lacks_counts((read.kv_transfer_params or {}).get(wire.PROMPT_KEY)):
+            counts, read = b"", _read_prefill_reply(reply)  # they were something else's
         ended = len(read.choices) == 1 and read.choices[0].finish_reason == "stop"
         params = read.kv_transfer_params
         if not params:
             return Prefilled(None, ended)
         envelope = params.pop(wire.PROMPT_KEY, None)
         params.pop(wire.OUTPUT_KEY, None)
-        return Prefilled(Handoff(params, read.usage.prompt_tokens if read.usage else 0, envelope, large), ended)
+        tokens = read.usage.prompt_tokens if read.usage else 0
+        return Prefilled(Handoff(params, tokens, envelope, large, counts), ended)
 
     def handoff(self, reply: bytes, large: Large = NOTHING_LARGE) -> Handoff:
         """The KV that the prefill server's reply names; see `Engine.handoff`."""
@@ -255,12 +253,8 @@ class VllmNixl:
 
     def counts(self, handoff: Handoff) -> ExpertCounts | None:
         """Read the counts envelope; see `Engine.counts`."""
-        if handoff.envelope is None:
-            return None
-        size = len(memoryview(handoff.envelope))
-        if size > wire.MAX_ENVELOPE_BYTES:
-            raise WireError(f"counts envelope: {size} bytes, more than the {wire.MAX_ENVELOPE_BYTES} allowed")
-        return wire.decode_counts(_read_envelope(handoff.envelope))
+        envelope = handoff.envelope
+        return None if envelope is None else vllm_envelope.read_counts(envelope, handoff.counts)
 
     def decode_body(self, call: Call, handoff: Handoff | None) -> Body:
         """The client's own fields, and the opaque transfer parameters."""
@@ -331,22 +325,11 @@ def _with_prompt(call: Call, params: Fields) -> Fields:
     return params if own is None else {**params, **_object.decode(own)}
 
 
-def _read_envelope(envelope: msgspec.Raw) -> object:
-    """The envelope, its counts as they stand there if they come last and without escapes.
-
-    So the parser does not look at each of their characters; who decodes base64 does.
-    """
-    head, name, counts = bytes(envelope).partition(_COUNTS)
-    counts = counts.strip(b" ")
-    if counts.startswith(b'"') and counts.endswith(b'"}') and b"\\" not in counts:
-        with contextlib.suppress(*_UNREADABLE):
-            fields: dict[str, Any] = _any_object.decode(b'%b%b""}' % (head, name))
-            fields["counts"] = counts[1:-2]
-            return fields
+def _read_prefill_reply(reply: bytes) -> _PrefillReply:
     try:
-        return msgspec.json.decode(envelope)
+        return _prefill_reply.decode(reply)
     except _UNREADABLE as error:
-        raise WireError(f"counts envelope: it cannot be read: {error}") from None
+        raise EngineError(f"the prefill reply cannot be read: {error}") from None
 
 
 def _with_handoff(call: Call, fields: Fields, handoff: Handoff) -> Body:
