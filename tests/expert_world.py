@@ -91,11 +91,9 @@ class ProcessWorld:
     def _start(self, who):
         if who in self.processes:
             self.processes[who].wait(LONG_S)
-        if who in CLIENTS:
-            command, out = (
-                (str(Path(__file__).with_name("expert_client.py")), self.url, str(TINY), who),
-                subprocess.PIPE,
-            )
+        if who in self.names_of_clients:
+            program = Path(__file__).with_name("expert_client.py")
+            command, out = (str(program), self.url, str(TINY), who, *self.load), subprocess.PIPE
         else:
             command, out = ("-m", "coterie", "experts", *self._command(who)), subprocess.DEVNULL
         with (self.folder / f"{who}.log").open("a") as log:

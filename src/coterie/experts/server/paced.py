@@ -12,14 +12,11 @@ from coterie.modeling.expert_tensors import Expert, ExpertModel
 from coterie.modeling.gates import Ids
 from coterie.modeling.tiles import Floats
 
-SLACK_S = 0.01
-"""How much of a batch's lateness the next ones may make up for."""
-
 
 class PacedKernel(Generic[WeightsT]):
     """Another kernel, at most so fast: a batch of n pairs of token and expert takes n / `pairs_per_s`.
 
-    Sleep takes longer than it should, so a batch may end earlier by what the ones before were late, up to `SLACK_S`.
+    Sleep takes longer than it should: what it was late is taken off the next batch.
 
     Args:
         kernel: what computes.
@@ -41,7 +38,7 @@ class PacedKernel(Generic[WeightsT]):
         if not pairs_per_s > 0:
             raise ConfigError(f"expert server: at most {pairs_per_s} pairs in a second; it must be positive")
         self._kernel, self._pairs_per_s, self._clock, self._sleep = kernel, pairs_per_s, clock, sleep
-        self._ends_s = 0.0  # of the last batch, as it should be
+        self._late_s = 0.0  # of the last batch
         self.name = f"{kernel.name}, at most {pairs_per_s:g} pairs/s"
 
     def check(self, model: ExpertModel) -> None:
@@ -54,9 +51,10 @@ class PacedKernel(Generic[WeightsT]):
 
     def compute(self, weights: WeightsT, rows: Floats, places: Ids, router: Floats) -> Floats:
         """As `Kernel.compute`, and then sleeps for what is left of the batch's time."""
-        began_s = max(self._ends_s, self._clock() - SLACK_S)
-        self._ends_s = began_s + int((places >= 0).sum()) / self._pairs_per_s
+        ends_s = self._clock() - self._late_s + int((places >= 0).sum()) / self._pairs_per_s
+        self._late_s = 0.0
         sums = self._kernel.compute(weights, rows, places, router)
-        if (left_s := self._ends_s - self._clock()) > 0:
+        if (left_s := ends_s - self._clock()) > 0:
             self._sleep(left_s)
+            self._late_s = self._clock() - ends_s
         return sums
