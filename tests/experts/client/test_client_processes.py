@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import re
 import signal
 import threading
 import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import numpy as np
 import pytest
 from served import FixedDirectory
 
-from coterie.errors import EngineError
-from coterie.experts.client import MonitoredDirectory, Patience, RemoteExperts, RoutingTable, Server
-from coterie.experts.client.model_experts import shared_memory
+from coterie.errors import EngineError, GoneError, WireError
+from coterie.experts.client import MonitoredDirectory, Patience, RemoteExperts, RoutingTable, Server, connections
+from coterie.experts.client.connections import Connector
+from coterie.experts.monitor.calls import ask
+from coterie.experts.protocol import Request
+from coterie.experts.transport.tcp import TcpClient
 from coterie.modeling.expert_tensors import read_expert_model
 from expert_processes import expert_server
 from running_monitor import running_monitor
@@ -34,25 +40,33 @@ def model(checkpoint):
 
 @pytest.fixture(scope="module")
 def a(checkpoint):
-    with expert_server(checkpoint, "--name", "a") as server:
+    with expert_server(checkpoint, "--name", "a", "--tcp-port", "0") as server:
         yield server
 
 
 @pytest.fixture
 def b(checkpoint):
-    with expert_server(checkpoint, "--name", "b") as server:
+    with expert_server(checkpoint, "--name", "b", "--tcp-port", "0") as server:
         yield server
+
+
+@pytest.fixture(params=["shared memory", "tcp"])
+def transport(request, monkeypatch):
+    """By what the servers are reached; for TCP they are taken for servers of another host."""
+    if request.param == "tcp":
+        monkeypatch.setattr(connections, "_is_here", lambda _: False)
+    return request.param
 
 
 def directory_of(model, **servers):
     everything = [range(model.geometry.experts)] * model.geometry.layers
-    held = {Server(name, str(server.shared)): everything for name, server in servers.items()}
+    held = {Server(name, str(server.shared), server.url): everything for name, server in servers.items()}
     return FixedDirectory(RoutingTable.of(model.geometry, held, epoch=0, tokens=64))
 
 
 @contextlib.contextmanager
 def client(model, directory, **patience):
-    remote = RemoteExperts(model.geometry, model.hidden, directory, shared_memory, patience=Patience(**patience))
+    remote = RemoteExperts(model.geometry, model.hidden, directory, Connector(), patience=Patience(**patience))
     with contextlib.closing(remote):
         yield remote
 
@@ -81,6 +95,7 @@ def stop(server):
         time.sleep(0.001)
 
 
+@pytest.mark.usefixtures("transport")
 def test_a_replica_that_is_killed_in_a_call_costs_no_bit(model, a, b):
     directory = directory_of(model, a=a, b=b)
     expected = undisturbed(model, directory)
@@ -91,6 +106,7 @@ def test_a_replica_that_is_killed_in_a_call_costs_no_bit(model, a, b):
         np.testing.assert_array_equal(started.finish(time.monotonic() + 20), expected)
 
 
+@pytest.mark.usefixtures("transport")
 def test_a_replica_that_is_stopped_costs_no_bit_and_is_asked_again_when_it_goes_on(model, a, b):
     directory = directory_of(model, a=a, b=b)
     expected = undisturbed(model, directory)
@@ -103,6 +119,18 @@ def test_a_replica_that_is_stopped_costs_no_bit_and_is_asked_again_when_it_goes_
         while computed_by(b) < before + 5:  # more than the withdrawn request and the probe
             assert time.monotonic() < end_s, "it is not asked again"
             remote.compute(0, *inputs(model), time.monotonic() + 20)
+
+
+@pytest.mark.parametrize("tokens", [1, 40, 300])
+def test_a_server_of_another_host_gives_the_same_bits(model, a, monkeypatch, tokens):
+    directory, sums, made = directory_of(model, a=a), [], []
+    monkeypatch.setattr(connections, "TcpClient", lambda *args: made.append(args) or TcpClient(*args))
+    for here in (True, False):
+        monkeypatch.setattr(connections, "_is_here", lambda _, here=here: here)
+        with client(model, directory) as remote:
+            sums.append(remote.compute(0, *inputs(model, tokens), time.monotonic() + 20))
+    assert sums[0].tobytes() == sums[1].tobytes()
+    assert [args[0] for args in made] == [("127.0.0.1", a.config["tcp"]["port"])]
 
 
 @pytest.mark.slow  # starts two processes, one after the other
@@ -135,3 +163,87 @@ def test_a_server_that_is_started_again_takes_the_place_of_the_last_owner(model,
 def _serve(checkpoint, monitor, over):
     with expert_server(checkpoint, "--monitor", monitor):
         over.wait()
+
+
+@pytest.fixture
+def elsewhere(monkeypatch):
+    """No server is on this host."""
+    monkeypatch.setattr(connections, "_is_here", lambda _: False)
+
+
+def failure(server):
+    """What is wrong with a connection to a server of another host."""
+    request = Request(0, 0, 0, np.zeros((1, 64), np.float32), np.zeros((1, 2), np.int32), np.zeros((1, 2), np.float32))
+    with contextlib.closing(Connector()(server)) as link:
+        pending = link.post(request)
+        with pytest.raises((EngineError, WireError)) as caught:
+            assert pending.look(time.monotonic() + 20) is None
+        pending.withdraw()
+    return caught
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_a_server_that_cannot_be_reached_says_why_when_its_reply_is_waited_for(a, checkpoint):
+    path = str(a.shared)
+    another = failure(Server("a", path + "0", a.url))
+    assert another.type is GoneError
+    assert "another one has its URL" in str(another.value)
+    assert "cannot be reached" in str(failure(Server("x", path, "http://127.0.0.1:1")).value)
+    assert "must be http" in str(failure(Server("x", path, "nowhere")).value)
+    with expert_server(checkpoint) as local:
+        assert "start it with --tcp-port" in str(failure(Server("x", str(local.shared), local.url)).value)
+
+
+@pytest.mark.parametrize(
+    ("offer", "message"),
+    [({}, "does not answer as it should"), ({"id": "0x", "tcp": None}, "non-hexadecimal"),
+     ({"id": "00", "tcp": {"host": "::", "port": 1}}, "need 16 bytes"),
+     ({"id": "00" * 16, "tcp": {"host": "0.0.0.0", "port": 1}}, r"reached at 127\.0\.0\.1 port 1")],
+)  # fmt: skip
+@pytest.mark.usefixtures("elsewhere")
+def test_what_a_server_says_of_itself_is_checked(offer, message, monkeypatch):
+    content = json.dumps({"shared_memory": "x", **offer}).encode()
+    with http_server(content) as url:
+        assert re.search(message, str(failure(Server("x", "x", url)).value))
+
+
+@contextlib.contextmanager
+def http_server(content):
+    """What answers everything with this."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *_):
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_a_connection_that_is_not_made_yet_holds_up_nobody_and_is_closed_when_it_is(monkeypatch, a):
+    goes_on, made = threading.Event(), []
+    monkeypatch.setattr(connections, "ask", lambda *args, **kwargs: (goes_on.wait(20), ask(*args, **kwargs))[1])
+    monkeypatch.setattr(connections, "TcpClient", lambda *args: made.append(TcpClient(*args)) or made[0])
+    link = Connector()(Server("a", str(a.shared), a.url))
+    pending = link.post(
+        Request(0, 0, 0, np.zeros((1, 64), np.float32), np.zeros((1, 2), np.int32), np.zeros((1, 2), np.float32))
+    )
+    assert pending.look(time.monotonic() + 0.01) is None
+    pending.withdraw()
+    link.close()
+    goes_on.set()
+    end_s = time.monotonic() + 20
+    while not made or made[0].fileno() != -1:
+        assert time.monotonic() < end_s
+        time.sleep(0.001)

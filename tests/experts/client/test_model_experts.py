@@ -10,7 +10,8 @@ from served import serving
 
 from coterie.errors import ConfigError, EngineError, InputError
 from coterie.experts.client import RemoteExperts
-from coterie.experts.client.model_experts import ExpertsConfig, ModelExperts, shared_memory
+from coterie.experts.client.connections import Connector
+from coterie.experts.client.model_experts import ExpertsConfig, ModelExperts
 from coterie.modeling import Model, StepBatch, prepare
 from coterie.modeling.checkpoint import Checkpoint
 from coterie.modeling.expert_tensors import read_expert_model
@@ -32,7 +33,7 @@ def logits_of(model, tokens=90):
 def remote_model(checkpoint, directory):
     """The model without the weights of its experts."""
     known = read_expert_model(checkpoint)
-    with contextlib.closing(RemoteExperts(known.geometry, known.hidden, directory, shared_memory)) as remote:
+    with contextlib.closing(RemoteExperts(known.geometry, known.hidden, directory, Connector())) as remote:
         weights = prepare(checkpoint, checkpoint / "packed", routed=False)
         yield Model.open(weights, experts=ModelExperts(remote, 60.0))
 
@@ -71,7 +72,7 @@ def test_a_layer_that_nobody_computes_in_time_is_an_error(checkpoint):
     known = read_expert_model(checkpoint)
     with (
         serving(checkpoint, hole) as directory,
-        contextlib.closing(RemoteExperts(known.geometry, known.hidden, directory, shared_memory)) as remote,
+        contextlib.closing(RemoteExperts(known.geometry, known.hidden, directory, Connector())) as remote,
     ):
         weights = prepare(checkpoint, checkpoint / "packed", routed=False)
         with pytest.raises(EngineError, match=r"no reply by the deadline for experts \[7\]; .* none"):

@@ -5,6 +5,7 @@
 still to be asked for; only `Exchange` and `Probes` send and hear.
 """
 
+from coterie.experts.client.connections import Connector
 from coterie.experts.client.exchange import Patience
 from coterie.experts.client.links import Connect, Link, Pending
 from coterie.experts.client.monitored import MonitoredDirectory
@@ -13,6 +14,7 @@ from coterie.experts.client.table import Directory, RoutingTable, Server
 
 __all__ = [
     "Connect",
+    "Connector",
     "Directory",
     "Link",
     "MonitoredDirectory",

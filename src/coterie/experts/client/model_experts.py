@@ -10,12 +10,10 @@ from functools import partial
 from pathlib import Path
 
 from coterie.errors import ConfigError
+from coterie.experts.client.connections import Connector
 from coterie.experts.client.exchange import Patience
-from coterie.experts.client.links import Link
 from coterie.experts.client.monitored import MonitoredDirectory
 from coterie.experts.client.remote import RemoteExperts
-from coterie.experts.client.table import Server
-from coterie.experts.transport import SharedClient
 from coterie.modeling.expert_tensors import ExpertModel, read_expert_model
 from coterie.modeling.gates import Choice
 from coterie.modeling.tiles import Floats
@@ -89,12 +87,7 @@ def remote_experts(model: ExpertModel, config: ExpertsConfig) -> Iterator[Remote
     """
     with contextlib.closing(MonitoredDirectory(config.monitor, model.geometry, config.name)) as directory:
         directory.await_all(time.monotonic() + READY_S)
-        remote = RemoteExperts(model.geometry, model.hidden, directory, shared_memory, patience=config.patience)
+        remote = RemoteExperts(model.geometry, model.hidden, directory, Connector(), patience=config.patience)
         with contextlib.closing(remote):
             remote.connect(time.monotonic() + _CONNECT_S)
             yield remote
-
-
-def shared_memory(server: Server) -> Link:
-    """A connection to a server of this host."""
-    return SharedClient(Path(server.address))

@@ -52,29 +52,30 @@ def check_url(url: str) -> SplitResult:
     return parts
 
 
-def ask(url: str, method: str, path: str, reply: type[_T], body: Any = None) -> _T:
-    """Ask the monitor something.
+def ask(url: str, method: str, path: str, reply: type[_T], body: Any = None, *, who: str = "the expert monitor") -> _T:
+    """Ask the monitor something, or a server.
 
     Args:
-        url: of the monitor.
+        url: of it.
         method: of HTTP.
         path: what is asked.
         reply: type of the answer.
         body: sent as JSON; None for none.
+        who: it is, for errors.
 
     Raises:
         ConfigError: `url` is none.
         RefusedError: it says no.
-        EngineError: it cannot be reached, or is no monitor.
+        EngineError: it cannot be reached, or does not answer as it should.
     """
     with contextlib.closing(_connection(url, TIMEOUT_S)) as connection:
         try:
             headers = {} if body is None else {"content-type": "application/json"}
             connection.request(method, path, None if body is None else msgspec.json.encode(body), headers)
-            answer = connection.getresponse()
-            content = answer.read(_MAX_REPLY_BYTES)
+            with connection.getresponse() as answer:
+                content = answer.read(_MAX_REPLY_BYTES)
         except (OSError, http.client.HTTPException) as error:
-            raise EngineError(f"the expert monitor at {url} cannot be reached: {error}; is it running?") from None
+            raise EngineError(f"{who} at {url} cannot be reached: {error}; is it running?") from None
     if answer.status != 200:
         raise RefusedError(_read(url, content, Problem).problem, answer.status)
     return _read(url, content, reply)
@@ -134,4 +135,4 @@ def _read(url: str, content: bytes, type_: type[_T]) -> _T:
     try:
         return msgspec.json.decode(content, type=type_)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, InputError) as error:
-        raise EngineError(f"{url} does not answer as an expert monitor does: {error}") from None
+        raise EngineError(f"{url} does not answer as it should: {error}") from None

@@ -1,0 +1,139 @@
+"""By what a server is reached: shared memory on its own host, TCP from others."""
+
+from __future__ import annotations
+
+import ipaddress
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from coterie.errors import ConfigError, EngineError, GoneError, WireError
+from coterie.experts.client.links import Link, Pending
+from coterie.experts.client.table import Server
+from coterie.experts.monitor.calls import ask
+from coterie.experts.protocol import Reply, Request
+from coterie.experts.protocol.frames import TOKEN_BYTES
+from coterie.experts.transport import SharedClient
+from coterie.experts.transport.tcp import TcpClient
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where a server takes requests by TCP; a host that stands for all of its addresses means that of its URL."""
+
+    host: str
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What a server's /config says of the ways to it."""
+
+    id: str
+    shared_memory: str
+    tcp: Address | None
+
+
+class Connector:
+    """Makes connections for the links of one thread; see `links.Connect`.
+
+    A server whose file is in this host's shared memory is on this host, since its name has 128 random bits.  Others are
+    asked by HTTP for their address, and connected to by TCP, in a thread: who sends a request does not wait for that.
+    """
+
+    def __init__(self) -> None:
+        self._unsent: set[TcpClient] = set()
+
+    def __call__(self, server: Server) -> Link:
+        """A connection to a server; errors of one by TCP come when its first reply is looked for.
+
+        Raises:
+            EngineError: the server is on this host and gone, or all its slots are taken.
+            WireError: its file is damaged.
+        """
+        if not server.url or _is_here(server):
+            return SharedClient(Path(server.address))
+        return _LateLink(partial(self._by_tcp, server))
+
+    def _by_tcp(self, server: Server) -> Link:
+        try:
+            offer = ask(server.url, "GET", "/config", Offer, who=f"expert server {server.name}")
+            token = bytes.fromhex(offer.id)
+        except (ConfigError, ValueError) as error:
+            raise WireError(f"expert server {server.name}: {error}") from error
+        if offer.shared_memory != server.address:
+            raise GoneError(f"expert server {server.name} died; another one has its URL")
+        if offer.tcp is None:
+            raise EngineError(f"expert server {server.name} is on another host; start it with --tcp-port")
+        if len(token) != TOKEN_BYTES:
+            raise WireError(f"expert server {server.name}: id {offer.id!r}; need {TOKEN_BYTES} bytes")
+        host = offer.tcp.host
+        if _is_any(host):
+            host = urlsplit(server.url).hostname or host
+        return TcpClient((host, offer.tcp.port), token, server.name, self._unsent)
+
+
+class _LateLink:
+    """A connection that a thread makes; requests are sent when it is there."""
+
+    def __init__(self, connect: Callable[[], Link]) -> None:
+        self._made: Future[Link] = Future()
+        threading.Thread(target=self._make, args=(connect,), name="expert-connect", daemon=True).start()
+
+    def post(self, request: Request) -> Pending:
+        """See `Link`."""
+        if self._made.done() and self._made.exception() is None:
+            return self._made.result().post(request)
+        return _LatePending(self._made, request)
+
+    def close(self) -> None:
+        """See `Link`; a connection that is not made yet is closed as soon as it is."""
+        self._made.add_done_callback(_close)
+
+    def _make(self, connect: Callable[[], Link]) -> None:
+        try:
+            self._made.set_result(connect())
+        except BaseException as error:
+            self._made.set_exception(error)
+
+
+class _LatePending:
+    def __init__(self, made: Future[Link], request: Request) -> None:
+        self._made, self._request = made, request
+        self._pending: Pending | None = None
+
+    def look(self, until_s: float) -> Reply | None:
+        """See `Pending`."""
+        if self._pending is None:
+            try:
+                link = self._made.result(max(0.0, until_s - time.monotonic()))
+            except TimeoutError:
+                return None
+            self._pending = link.post(self._request)
+        return self._pending.look(until_s)
+
+    def withdraw(self) -> None:
+        """See `Pending`."""
+        if self._pending is not None:
+            self._pending.withdraw()
+
+
+def _is_here(server: Server) -> bool:
+    return Path(server.address).exists()
+
+
+def _close(made: Future[Link]) -> None:
+    if made.exception() is None:
+        made.result().close()
+
+
+def _is_any(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return False
