@@ -19,7 +19,8 @@ def pytest_collection_modifyitems(items):
     """Tests of a file, which share its fixtures, stay together; see `pytest -n` in the Makefile."""
     for item in items:
         folder = folder_of(item)
-        item.add_marker(pytest.mark.xdist_group(folder if folder in TOGETHER else item.path.stem))
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(folder if folder in TOGETHER else item.path.stem))
     items.sort(key=lambda item: LONG.index(folder_of(item)) if folder_of(item) in LONG else len(LONG))
 
 
