@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import random
 from itertools import pairwise
 
 import pytest
-from fake_engine import hang
+from fake_engine import Exchange, FakeEngine, hang
 from stories import COMPLETIONS, cluster, eventually, post, story
 
 ASK = json.dumps({"model": "tiny", "prompt": "a b c", "max_tokens": 3}).encode()
@@ -257,6 +258,33 @@ async def test_garbage_behind_a_good_request_does_not_spoil_its_reply() -> None:
         client.send(post(ASK) + b"\x00\x01garbage\r\n\r\n")
         assert (await client.reply()).status == 200
         assert await client.at_end()
+
+
+@story
+async def test_a_long_reply_arrives_whole_though_the_client_sends_on_what_is_not_read() -> None:
+    long = b'"' + b"x" * 12_000_000 + b'"'  # more than the sockets' buffers hold
+
+    async def whole(engine: FakeEngine, exchange: Exchange) -> None:
+        exchange.full(200, long)
+        await exchange.writer.drain()
+
+    async def send_on(writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            while True:
+                writer.write(b"y" * 1000)
+                await asyncio.sleep(0.001)
+
+    async with cluster(decode=1, max_body_bytes=1000) as running, running.client() as client:
+        running.decode[0].answer = whole
+        client.send(post(ASK) + post(b"x" * 1001))
+        sending = asyncio.create_task(send_on(client.writer))
+        await client.reader.readuntil(b"\r\n\r\n")
+        read = 0
+        while data := await client.reader.read(1 << 16):
+            read += len(data)
+            await asyncio.sleep(0.002)
+        assert read == len(long)
+        sending.cancel()
 
 
 @story

@@ -289,7 +289,10 @@ class ClientConnection(asyncio.Protocol):
         if failed:
             self.abort()
         elif not reply.request.keep_alive:
-            self._transport.close()
+            if self._draining and self._transport.can_write_eof():
+                self._transport.write_eof()  # a reset, for what the client still sends, would cost it the reply's end
+            else:
+                self._transport.close()
             self.deadline = self._loop.time() + self._clients.limits.stall_s  # what is written may still have to drain
         elif self._waiting:
             request = self._waiting.popleft()
