@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -139,6 +140,33 @@ def test_a_layer_of_which_a_server_has_nothing_is_absent(checkpoint):
         Status.ABSENT,
         Status.COMPUTED,
     ]
+
+
+@pytest.fixture(scope="module")
+def partial_servers(checkpoint):
+    """Servers by what they have."""
+    return {experts: serve(checkpoint, experts) for experts in ("0", "1-7", "0-3,7", "2,5")}
+
+
+@given(data=st.data(), tokens=st.integers(0, 5))
+@settings(max_examples=60, deadline=None)
+def test_a_request_is_absent_just_where_it_names_an_expert_that_the_server_lacks(data, tokens, partial_servers):
+    experts, server = data.draw(st.sampled_from(sorted(partial_servers.items())))
+    ids = data.draw(st.lists(st.lists(st.integers(-1, 7), min_size=2, max_size=2), min_size=tokens, max_size=tokens))
+    own = {-1, *parse_experts(experts, GEOMETRY)[0]}
+    request = of(random_request(0, tokens), ids=np.array(ids, np.int32).reshape(tokens, 2))
+    (reply,) = server.compute([request])
+    assert reply.status is (Status.COMPUTED if own.issuperset(chain(*ids)) else Status.ABSENT)
+
+
+def test_the_epoch_since_when_a_server_has_its_experts_never_goes_back(checkpoint):
+    server = serve(checkpoint, "0-3", since=4)
+    seen = []
+    for since in (3, 6, 5, 6):
+        server.date(since)
+        seen.append(server.holding.since)
+    assert seen == [4, 6, 6, 6]
+    assert server.holding.held == ((0, 1, 2, 3),) * 2
 
 
 def test_replaced_experts_serve_clients_that_know_the_new_epoch(checkpoint):

@@ -170,19 +170,24 @@ class ServerProcess:
 
 
 class Serving:
-    """A thread that computes what comes.
-
-    Attributes:
-        problem: what ended it by itself.
-    """
+    """A thread that computes what comes."""
 
     def __init__(self, intake: Intake, server: ExpertServer[Any]) -> None:
         self.intake, self.server = intake, server
-        self.problem: BaseException | None = None
+        self._problem: BaseException | None = None  # what ended the thread by itself
         self._asked_s = time.monotonic()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="experts", daemon=True)
         self._thread.start()
+
+    def check(self) -> None:
+        """Check that the thread has not ended by itself.
+
+        Raises:
+            EngineError: it has.
+        """
+        if self._problem is not None:
+            raise EngineError(f"the expert server has stopped: {self._problem!r}")
 
     def is_quiet(self) -> bool:
         """Whether no client has asked for a while."""
@@ -205,7 +210,7 @@ class Serving:
                 if self.intake.step(self.server.compute, _LOOK_S):
                     self._asked_s = time.monotonic()
         except BaseException as error:
-            self.problem = error
+            self._problem = error
 
 
 def _tcp_listener(config: ServeConfig) -> socket.socket | None:
@@ -287,8 +292,7 @@ def _enter(process: ServerProcess, phase: Phase, registration: Registration | No
 
 async def _until(stop: asyncio.Event, serving: Serving) -> None:
     while not stop.is_set():
-        if serving.problem is not None:
-            raise EngineError(f"the expert server has stopped: {serving.problem!r}")
+        serving.check()
         await _wait(stop)
 
 
@@ -298,6 +302,7 @@ async def _drain(
     """Serve on while clients ask, or have slots and the monitor says that nobody else has an expert; not for ever."""
     deadline_s = time.monotonic() + process.config.drain_s
     while process.intake.clients and time.monotonic() < deadline_s and not at_once.is_set():
+        serving.check()
         welcome = registration.welcome if registration else None
         if serving.is_quiet() and not (welcome and welcome.needed):
             return
