@@ -8,10 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from hosts import HostedWorker, two_hosts
+from hosted_workers import HostedWorker
 from workers import ending
 
 from coterie.engines.embedded.kv import PREFIX
+from network_hosts import two_hosts
 
 RNG = np.random.default_rng(11)
 HEADER_BYTES, BLOCKS = 4096, 400

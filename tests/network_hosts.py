@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import os
 import shutil
 import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-
-import httpx
-from workers import WorkerProcess
 
 from coterie.shm import FOLDER
 
@@ -33,7 +28,8 @@ def _join_network(name: str) -> None:
         _call("setns", namespace.fileno(), _CLONE_NEWNET)
 
 
-def _enter(name: str) -> None:
+def enter(name: str) -> None:
+    """Have this process, which has one thread, live on a host."""
     _join_network(name)
     _call("unshare", _CLONE_NEWNS)
     _call("mount", None, b"/", None, _MS_REC | _MS_PRIVATE, None)
@@ -66,30 +62,6 @@ class Host:
 
     def close(self) -> None:
         self._inside.shutdown()
-
-
-class HostedWorker(WorkerProcess):
-    """A worker on a host."""
-
-    def __init__(self, weights: Path, host: Host, *arguments: str) -> None:
-        super().__init__(weights, "--kv-host", host.address, *arguments, enter=functools.partial(_enter, host.name))
-        self.http = httpx.Client(timeout=60, trust_env=False)
-        self.host = host
-
-    def post(self, path: str = "/v1/completions", **fields) -> httpx.Response:
-        return self.host.call(super().post, path, **fields)
-
-    def get(self, path: str) -> httpx.Response:
-        return self.host.call(super().get, path)
-
-    def wait(self) -> int:
-        self.http.close()
-        return super().wait()
-
-    @property
-    def shared_memory(self) -> Path:
-        """Its `/dev/shm`, as seen from here."""
-        return self.proc / "root" / FOLDER.lstrip("/")
 
 
 def _run(*command: str) -> None:
