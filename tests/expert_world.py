@@ -17,7 +17,7 @@ from fault_scripts import CLIENTS, SERVERS
 
 TINY = Path(__file__).parents[1] / "models" / "coterie-tiny"
 SERVED = {name: ("0-31", "32-63")[half] for name, half in SERVERS.items()}
-TIMES = ("--heartbeat-s", "0.25", "--suspect-after-s", "1", "--dead-after-s", "3")
+TIMES = ("--heartbeat-s", "0.1", "--suspect-after-s", "0.6", "--dead-after-s", "1.5")
 LONG_S = 60.0
 _SLOW_S = 0.15, 0.05  # stopped, running: a quarter of its speed
 
@@ -70,11 +70,11 @@ class ProcessWorld:
 
     # --- what is done ----------------------------------------------------------------------------------
 
-    def run(self, script):
-        """Do it, at its times."""
+    def run(self, script, pace=0.6):
+        """Do it, at its times times `pace`."""
         began_s = time.monotonic()
         for step in sorted(script, key=lambda step: step.at_s):
-            time.sleep(max(0.0, began_s + step.at_s - time.monotonic()))
+            time.sleep(max(0.0, began_s + pace * step.at_s - time.monotonic()))
             self.play(step.what, step.who)
 
     def play(self, what, who):

@@ -129,6 +129,17 @@ def test_a_follower_that_leaves_is_forgotten(monitor):
     asyncio.run(story())
 
 
+def test_each_change_is_logged_with_its_reason(monitor, caplog):
+    caplog.set_level("INFO")
+    monitor.hear(Register(A, "serving"))
+    monitor.hear(Heartbeat("a", "serving"))
+    monitor.hear(Leave("a"))
+    assert [(record.levelname, record.message) for record in caplog.records] == [
+        ("INFO", "epoch 101: a (a) is serving"),
+        ("WARNING", "epoch 102: a (a) is dead: it left"),
+    ]
+
+
 def test_servers_are_not_blamed_for_a_pause_of_the_monitor(monitor, clock):
     monitor.hear(Register(A, "serving"))
     clock.advance(3600)  # it was suspended

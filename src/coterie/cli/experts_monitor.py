@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 from collections.abc import Callable
 
 import click
@@ -37,5 +39,7 @@ def monitor(host: str, port: int, **timing: float) -> None:
     No request passes through it: without it servers and clients go on with what they know.  When it is back, the
     servers register again.
     """
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
     config = MonitorConfig(host, port, Timing(**timing))
     run(config, on_ready=lambda url: click.echo(f"monitor   {url}"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 
 import msgspec
@@ -15,6 +16,8 @@ from coterie.experts.monitor.demand import Demand, suggest
 from coterie.experts.monitor.log import ChangeLog
 from coterie.experts.monitor.messages import BEAT_S, Load, Suggestion
 from coterie.experts.view import AllKnown, Beat, Change, Message, Snapshot
+
+_log = logging.getLogger("coterie.experts")
 
 MAX_FOLLOWERS = 1024
 _BACKLOG = 256  # lines that a follower may be behind; then it is cut off, and comes back for the rest
@@ -66,6 +69,7 @@ class Monitor:
         answer = None
         for action in self.membership.on(event, self._clock.now()):
             if isinstance(action, Changed):
+                _log_change(action)
                 self._tell(Change(epoch=action.epoch, member=action.member))
             elif isinstance(action, Settled):
                 self._tell(AllKnown(epoch=action.epoch))
@@ -178,6 +182,13 @@ class Awake:
         self._now_s += min(now_s - self._last_s, self._step_s)
         self._last_s = now_s
         return self._now_s
+
+
+def _log_change(change: Changed) -> None:
+    member = change.member
+    level = logging.WARNING if member.state in ("suspect", "dead") else logging.INFO
+    why = f": {member.reason}" if member.reason else ""
+    _log.log(level, "epoch %d: %s (%s) is %s%s", change.epoch, member.server.name, member.server.id, member.state, why)
 
 
 def _line(message: Message) -> bytes:
