@@ -261,6 +261,7 @@ def stream(url, number):
     return "whole"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("role", ["decode", "prefill"])
 def test_a_killed_worker_comes_back_and_nothing_is_held(cluster, least_load, expected, role):
     victim, decoding = cluster.members(role)[0], cluster.decode_urls[0]

@@ -224,6 +224,7 @@ def leave_early(http, worker, rng, fields):
         pass
 
 
+@pytest.mark.slow
 def test_two_hundred_random_aborts_leave_nothing(cluster):
     prefill, *decodes = cluster
     rng, lock = random.Random(3), threading.Lock()
