@@ -5,8 +5,9 @@
 
 MODEL is a checkpoint's folder; without one, random experts are written: one layer, hidden size 512, 64 experts of size
 256, top-8.  Calls and local computations take turns, so that both meet the same machine; "above kernel" is the
-difference of the medians.  For merging, two client processes ask at full rate, each for layer after layer.  Run it on a
-quiet machine.  For vLLM's kernel run it with the Python of the environment that has vLLM.
+difference of the medians, "computing" the mean of what the server says that its batches took.  For merging, two client
+processes ask at full rate, each for layer after layer.  Run it on a quiet machine; for vLLM's kernel, with the Python
+of the environment that has vLLM.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from coterie.experts.protocol import Request
-from coterie.experts.server import ExpertServer, load_experts, parse_experts
+from coterie.experts.server import load_experts, parse_experts
 from coterie.experts.server.kernels import KernelName, make_kernel
 from coterie.experts.transport import SharedClient
 from coterie.experts.transport.identity import own_identity
@@ -89,41 +90,41 @@ def cpu_s(process: int) -> float:
     return sum(int((thread / "schedstat").read_text(encoding="utf-8").split()[0]) for thread in threads) / 1e9
 
 
-def measure_calls(model: Path, name: KernelName, config: dict[str, Any], server: int, tokens: int) -> dict[str, float]:
+def measure_calls(
+    model: Path, name: KernelName, url: str, config: dict[str, Any], server: int, tokens: int
+) -> dict[str, float]:
     files, kernel, rng = ExpertFiles.open(model), make_kernel(name), np.random.default_rng(tokens)
     held = parse_experts(f"0:0-{config['experts'] - 1}", files.model.geometry)
     local = load_experts(files, held, kernel, since=config["since"])
-    reference = ExpertServer(files.model, kernel, local)
-    client = SharedClient(Path(config["shared_memory"]))
-    times: dict[str, list[float]] = {"kernel": [], "call": []}
-    client_cpu = server_cpu = 0.0
-    for number in range(WARM_UP + CALLS):
+    layer, client = local.layers[0], SharedClient(Path(config["shared_memory"]))
+
+    def take_turns() -> tuple[float, float, float]:
+        """Seconds of the kernel and of a call, and the call's CPU here."""
         request = random_request(rng, config, tokens, 0)
-        layer = local.layers[0]
         start = time.perf_counter()
-        kernel.compute(layer.weights, request.hidden, layer.places[request.ids], request.weights)
-        middle, mine = time.perf_counter(), time.thread_time()
-        before = time.perf_counter()
+        sums = kernel.compute(layer.weights, request.hidden, layer.places[request.ids], request.weights)
+        middle, cpu = time.perf_counter(), time.thread_time()
         reply = client.call(request, timeout_s=10)
-        after = time.perf_counter()
-        if number < WARM_UP:
-            assert np.array_equal(reply.sums, reference.compute([request])[0].sums)
-            server_cpu = cpu_s(server)
-            continue
-        times["kernel"].append(middle - start)
-        times["call"].append(after - before)
-        client_cpu += time.thread_time() - mine
-    server_cpu = cpu_s(server) - server_cpu
+        cpu, end = time.thread_time() - cpu, time.perf_counter()
+        assert np.array_equal(reply.sums, sums)
+        return middle - start, end - middle, cpu
+
+    for _ in range(WARM_UP):
+        take_turns()
+    before_cpu, before = cpu_s(server), httpx.get(f"{url}/load").json()["busy_s"]
+    times = np.array([take_turns() for _ in range(CALLS)]) * 1e6
+    busy, cpu = httpx.get(f"{url}/load").json()["busy_s"] - before, cpu_s(server) - before_cpu
     client.close()
-    kernel_us, call_us = (float(np.median(times[name])) * 1e6 for name in ("kernel", "call"))
+    kernel_us, call_us, _ = np.median(times, axis=0)
     return {
         "tokens": tokens,
-        "kernel us": kernel_us,
-        "call us": call_us,
-        "above kernel us": call_us - kernel_us,
-        "call p99 us": float(np.percentile(times["call"], 99)) * 1e6,
-        "client CPU us": client_cpu / CALLS * 1e6,
-        "server CPU us": server_cpu / CALLS * 1e6,
+        "kernel us": float(kernel_us),
+        "call us": float(call_us),
+        "above kernel us": float(call_us - kernel_us),
+        "call p99 us": float(np.percentile(times[:, 1], 99)),
+        "computing us": busy / CALLS * 1e6,
+        "client CPU us": float(times[:, 2].mean()),
+        "server CPU us": cpu / CALLS * 1e6,
     }
 
 
@@ -161,7 +162,7 @@ def main() -> None:
         model = arguments.model or write_random(Path(folder))
         with serving(model, arguments.kernel) as (url, process):
             config = httpx.get(f"{url}/config").json()
-            calls = [measure_calls(model, arguments.kernel, config, process, tokens) for tokens in TOKENS]
+            calls = [measure_calls(model, arguments.kernel, url, config, process, tokens) for tokens in TOKENS]
             results = {"kernel": config["kernel"], "calls": calls, "merging": measure_merging(url, config)}
     if arguments.json:
         print(json.dumps(results, indent=2))
