@@ -207,3 +207,12 @@ def test_only_count_idf_takes_weights():
 def test_an_unknown_kind_is_refused_with_the_known_ones():
     with pytest.raises(InputError, match="no kind 'tfidf'; one of count_idf, count, sqrt, binary, gate_prob, gate_log"):
         SignatureTransform(GEOMETRY, EVERY_LAYER, "tfidf")
+
+
+@pytest.mark.parametrize("kind", COUNT_KINDS)
+def test_similarities_are_the_products_with_the_signature(kind):
+    rng = np.random.default_rng(1)
+    made, counts = of_kind(kind), np.random.default_rng(2).integers(0, 5, (3, 4)).astype(np.uint16)
+    vectors = rng.random((6, made.dimensions)).astype(np.float32)
+    np.testing.assert_allclose(made.similarities(counts, vectors), vectors @ made.apply(counts), rtol=1e-5)
+    assert made.similarities(np.zeros((3, 4), np.uint16), vectors) is None

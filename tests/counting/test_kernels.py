@@ -24,6 +24,9 @@ each_kernel = pytest.mark.parametrize("kernel", ALL, ids=lambda kernel: kernel.n
 # around the number of lanes and of a block, and the pairs of a real model
 SIZES = st.sampled_from([1, 3, 15, 16, 17, 64, 65, 255, 256, 257, 6144])
 
+WIDTHS = st.sampled_from([1, 15, 16, 17, 128])
+DTYPES = st.sampled_from(["u1", "u2", "u4", "u8"])
+
 
 def usages(n, seed):
     """Shares as prompts have them: many zeros, some nearly certain."""
@@ -180,3 +183,21 @@ def test_a_mean_is_of_all_that_were_blended_in(kernel):
     for number, usage in enumerate(came, start=1):
         kernel.blend(mean, usage, number)
     np.testing.assert_allclose(mean, np.mean(came, axis=0), rtol=1e-5)
+
+
+@each_kernel
+@given(WIDTHS, DTYPES, st.booleans(), st.integers(0, 99))
+def test_similarity_is_the_product_with_the_weighed_counts_of_the_kept_layers(kernel, experts, dtype, weighed, seed):
+    rng = np.random.default_rng(seed)
+    counts = rng.integers(0, 200, (5, experts)).astype(dtype)
+    layers = np.flatnonzero(rng.random(5) < 0.6).astype(np.int64)
+    weights = rng.random((len(layers), experts)).astype(np.float32) if weighed else None
+    vectors = rng.random((3, len(layers) * experts)).astype(np.float32)
+    if not len(layers):
+        return
+    features = (counts[layers] * (1.0 if weights is None else weights.astype(float))).ravel()
+    similarity = kernel.similarity(layers, weights)
+    for given_vectors in (vectors, np.asfortranarray(vectors), vectors.copy()):
+        products, length = similarity(counts, given_vectors)
+        np.testing.assert_allclose(products, vectors.astype(float) @ features, rtol=1e-5)
+        assert length == pytest.approx(np.linalg.norm(features), rel=1e-5)

@@ -60,6 +60,16 @@ class Batches(Protocol):
         ...
 
 
+class Similarity(Protocol):
+    """How alike counts are to vectors; not for several threads at once."""
+
+    def __call__(
+        self, counts: npt.NDArray[np.unsignedinteger[Any]], vectors: Floats
+    ) -> tuple[npt.NDArray[np.float64], float]:
+        """The products `[K]` of `vectors [K, kept * E]` with weighed counts x of `[L, E]`, and the length |x|."""
+        ...
+
+
 class Kernel(Protocol):
     """The arithmetic."""
 
@@ -75,6 +85,10 @@ class Kernel(Protocol):
 
     def usage(self, counts: npt.NDArray[np.unsignedinteger[Any]], covered: int, most: float) -> Floats:
         """Shares `[n]` of `covered` tokens, each at most `most`."""
+        ...
+
+    def similarity(self, layers: Sums, weights: Floats | None) -> Similarity:
+        """How alike counts are to vectors, by some layers `[kept]` and weights `[kept, E]`; None for ones."""
         ...
 
     def row(self, usage: Floats) -> Row:

@@ -230,6 +230,52 @@ void coterie_products(const float *restrict rows, int64_t count, const float *re
     }
 }
 
+/* --- signatures ------------------------------------------------------------------------------------------------ */
+
+/* features [kept, experts] = counts [layers[i], experts] * weights, or the counts alone; the sum of their squares. */
+#define FEATURES(TYPE)                                                                                                \
+    static double features_##TYPE(const TYPE *counts, const int64_t *layers, int64_t kept, int64_t experts,           \
+                                  const float *weights, float *features)                                              \
+    {                                                                                                                 \
+        float parts[LANES] = {0}, left = 0;                                                                           \
+        double sum = 0;                                                                                               \
+        for (int64_t k = 0; k < kept; k++, features += experts) {                                                     \
+            const TYPE *row = counts + layers[k] * experts;                                                           \
+            for (int64_t e = 0; e < experts; e++)                                                                     \
+                features[e] = (float)row[e];                                                                          \
+            for (int64_t e = 0; weights && e < experts; e++)                                                          \
+                features[e] *= weights[k * experts + e];                                                              \
+            int64_t whole = experts / LANES * LANES;                                                                  \
+            for (int64_t e = 0; e < whole; e += LANES)                                                                \
+                for (int lane = 0; lane < LANES; lane++)                                                              \
+                    parts[lane] += features[e + lane] * features[e + lane];                                           \
+            for (int64_t e = whole; e < experts; e++)                                                                 \
+                left += features[e] * features[e];                                                                    \
+        }                                                                                                             \
+        for (int lane = 0; lane < LANES; lane++)                                                                      \
+            sum += parts[lane];                                                                                       \
+        return sum + left;                                                                                            \
+    }
+
+FEATURES(uint8_t)
+FEATURES(uint16_t)
+FEATURES(uint32_t)
+
+/* products [rows] of the features with each of some vectors; the features' sum of squares. */
+double coterie_similar(const void *counts, int64_t item, const int64_t *layers, int64_t kept, int64_t experts,
+                       const float *weights, float *features, const float *vectors, int64_t rows, double *products)
+{
+    double squares;
+    if (item == 1)
+        squares = features_uint8_t(counts, layers, kept, experts, weights, features);
+    else if (item == 2)
+        squares = features_uint16_t(counts, layers, kept, experts, weights, features);
+    else
+        squares = features_uint32_t(counts, layers, kept, experts, weights, features);
+    coterie_products(vectors, rows, features, kept * experts, products);
+    return squares;
+}
+
 /* --- base64 ---------------------------------------------------------------------------------------------------- */
 
 /* Six bits, or 64 where a character is none of base64; by masks, since compilers make no vectors of choices. */
@@ -287,7 +333,7 @@ int coterie_base64(const uint8_t *text, int64_t chars, uint8_t *bytes, int64_t s
     return 1;
 }
 
-/* 1, the version of what is above; 0 if this processor lacks the instructions. */
+/* 2, the version of what is above; 0 if this processor lacks the instructions. */
 int coterie_interface(void)
 {
 #if defined __AVX512F__
@@ -300,5 +346,5 @@ int coterie_interface(void)
     if (!(__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2")))
         return 0;
 #endif
-    return 1;
+    return 2;
 }

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+from math import sqrt
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from coterie.counting.numpy_kernel import NumpyKernel
+from coterie.counting.numpy_kernel import NumpyKernel, NumpySimilarity
 from coterie.native import open_library
 
-_INTERFACE = 1  # as coterie_interface in kernel.c
+_INTERFACE = 2  # as coterie_interface in kernel.c
 _SIZE, _FLOAT, _ARRAY = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 _ARGUMENTS: dict[str, tuple[type, tuple[type, ...]]] = {
     "coterie_conserves": (ctypes.c_int, (_ARRAY, *[_SIZE] * 3, *[ctypes.c_uint64] * 2)),
@@ -21,6 +22,10 @@ _ARGUMENTS: dict[str, tuple[type, tuple[type, ...]]] = {
     "coterie_row": (ctypes.c_int, (_ARRAY, _SIZE, _ARRAY)),
     "coterie_blend": (ctypes.c_int, (_ARRAY, _ARRAY, _SIZE, _FLOAT)),
     "coterie_grow": (ctypes.c_double, (_ARRAY, _ARRAY, _SIZE, _SIZE)),
+    "coterie_similar": (
+        ctypes.c_double,
+        (_ARRAY, _SIZE, _ARRAY, _SIZE, _SIZE, _ARRAY, _ARRAY, _ARRAY, _SIZE, _ARRAY),
+    ),
     "coterie_join": (ctypes.c_double, (_ARRAY, _SIZE, *[_ARRAY] * 3, _FLOAT, _ARRAY)),
     "coterie_compose": (ctypes.c_int, (*[_ARRAY] * 3, _SIZE, _FLOAT, _FLOAT)),
     "coterie_products": (ctypes.c_int, (_ARRAY, _SIZE, _ARRAY, _SIZE, _ARRAY)),
@@ -82,6 +87,10 @@ class NativeKernel:
         self._usage(_address(counts), counts.itemsize, counts.size, covered, most, _address(usage))
         return usage
 
+    def similarity(self, layers: _Sums, weights: _Floats | None) -> NativeSimilarity:
+        """See `Kernel.similarity`."""
+        return NativeSimilarity(self._functions, layers, weights)
+
     def row(self, usage: _Floats) -> _Row:
         """See `Kernel.row`."""
         row = np.empty(len(usage), np.int32)
@@ -95,6 +104,36 @@ class NativeKernel:
     def batches(self, count: int, pairs: int) -> NativeBatches:
         """See `Kernel.batches`."""
         return NativeBatches(self._functions, count, pairs)
+
+
+class NativeSimilarity:
+    """See `Similarity`."""
+
+    def __init__(self, functions: ctypes.CDLL, layers: _Sums, weights: _Floats | None) -> None:
+        self._call = functions.coterie_similar
+        self._plain = NumpySimilarity(layers, weights)
+        self._kept = layers, weights  # as long as their addresses
+        self._layers = _address(layers), len(layers)
+        self._weights = None if weights is None else _address(weights)
+        self._vectors: _Floats | None = None
+
+    def __call__(self, counts: _Counts, vectors: _Floats) -> tuple[npt.NDArray[np.float64], float]:
+        """See `Similarity`."""
+        if counts.dtype not in _NATIVE or not vectors.flags.c_contiguous:
+            return self._plain(counts, vectors)
+        if vectors is not self._vectors:
+            self._use(vectors)
+        counts = np.ascontiguousarray(counts)
+        squares: float = self._call(
+            *(_address(counts), counts.itemsize, *self._layers, counts.shape[-1], self._weights), *self._places
+        )
+        return self._products, sqrt(squares)
+
+    def _use(self, vectors: _Floats) -> None:
+        """Look up where these vectors are, and make room for what is computed with them."""
+        self._vectors = vectors
+        self._features, self._products = np.empty(vectors.shape[1], np.float32), np.empty(len(vectors))
+        self._places = _address(self._features), _address(vectors), len(vectors), _address(self._products)
 
 
 class NativeBatches:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import binascii
+from math import sqrt
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,10 @@ class NumpyKernel:
         usage /= np.float32(covered)
         return np.minimum(usage, np.float32(most), out=usage)
 
+    def similarity(self, layers: _Sums, weights: _Floats | None) -> NumpySimilarity:
+        """See `Kernel.similarity`."""
+        return NumpySimilarity(layers, weights)
+
     def row(self, usage: _Floats) -> _Row:
         """See `Kernel.row`."""
         return np.rint(np.log1p(-usage) * np.float32(1 / UNIT)).astype(np.int32)
@@ -57,6 +62,22 @@ class NumpyKernel:
     def batches(self, count: int, pairs: int) -> NumpyBatches:
         """See `Kernel.batches`."""
         return NumpyBatches(self, count, pairs)
+
+
+class NumpySimilarity:
+    """See `Similarity`."""
+
+    def __init__(self, layers: _Sums, weights: _Floats | None) -> None:
+        self._layers = layers
+        self._weights = weights
+
+    def __call__(self, counts: _Counts, vectors: _Floats) -> tuple[npt.NDArray[np.float64], float]:
+        """See `Similarity`."""
+        features = counts[self._layers].astype(np.float32)
+        if self._weights is not None:
+            features *= self._weights
+        features = features.ravel()
+        return (vectors @ features).astype(np.float64), sqrt(features.dot(features))
 
 
 class NumpyBatches:

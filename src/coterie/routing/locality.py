@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import sqrt
 
 import numpy as np
 
@@ -95,11 +94,9 @@ class Similarity:
         if missing := missing_signal(request, self._transform.geometry):
             return load_only(workers, *missing)
         assert request.counts is not None
-        features = self._transform.features(request.counts.counts).ravel()
-        length = sqrt(features.dot(features))
-        if not length:
+        similarity = self._transform.similarities(request.counts.counts, partition.centroids)
+        if similarity is None:
             return load_only(workers, "zero signature")
-        similarity = (partition.centroids @ features / length).tolist()
         row_of = partition.row_of
         scored = [(worker, similarity[row_of[worker.group]]) for worker in workers if worker.group in row_of]
         return pick(scored) if scored else load_only(workers, "no centroid")
