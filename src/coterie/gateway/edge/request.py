@@ -88,10 +88,10 @@ class RequestReader:
         self._parser: Any = httptools.HttpRequestParser(self)
         self.reset()
 
-    def reset(self, *, partial: bool = False) -> None:
+    def reset(self) -> None:
         """Forget what has come of a request."""
         self._next = Request()
-        self.partial = partial
+        self.partial = False
         self._body: list[bytes] = []
         self._body_size = 0
         self._piece: list[bytes] = []
@@ -139,12 +139,13 @@ class RequestReader:
         version = b"1.0" if request.http10 else b"1.1"
         lines = [b"%b %b HTTP/%b" % (request.method.encode(), request.target, version)]
         lines += [b"%b: %b" % header for header in request.headers if header[0] != b"upgrade"]
+        self.reset()
         self._parser = httptools.HttpRequestParser(self)
         self._parse(memoryview(b"\r\n".join([*lines, b"", b""])))
 
     def on_message_begin(self) -> None:
         """Called by the parser."""
-        self.reset(partial=True)
+        self.partial = True
         self._taker.on_begin()
 
     def on_url(self, url: bytes) -> None:
