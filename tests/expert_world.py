@@ -12,6 +12,8 @@ from pathlib import Path
 from coterie.errors import EngineError
 from coterie.experts.monitor.calls import ask
 from coterie.experts.monitor.messages import Status
+from coterie.experts.transport.shared import PREFIX
+from coterie.shm import sweep
 from coterie.up.ports import PortChooser
 from fault_scripts import CLIENTS, SERVERS
 
@@ -67,6 +69,7 @@ class ProcessWorld:
             process.send_signal(signal.SIGCONT)
             process.kill()
             process.communicate()
+        sweep(PREFIX)  # killed servers leave their memory to the next one that starts
 
     # --- what is done ----------------------------------------------------------------------------------
 
