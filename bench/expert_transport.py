@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
-"""Round trips to an expert server that computes nothing: shared memory beside ZeroMQ, with all copies.
+"""Round trips to an expert server that computes nothing, with all copies: shared memory, TCP, ZeroMQ and gRPC.
 
     python3 bench/expert_transport.py [--json]
 
-Needs pyzmq, for the comparison.  One token of the size that is named goes there, and as much comes back; ids and router
-weights go, too.  "doorbell" is two processes that ring for one another, without any payload: what waking costs here.
-The server's CPU is measured while nobody calls.  Run it on a quiet machine.
+Needs pyzmq, for the comparison; gRPC's rows come where grpcio is installed.  Their servers do no more than copy: they
+check nothing, and merge nothing.  One token of the size that is named goes there, and as much comes back; ids and
+router weights go, too.  "doorbell" is two processes that ring for one another, without any payload: what waking costs
+here.
+CPU is that of a call, at either side; idle CPU is the server's while nobody calls.  Run it on a quiet machine.
 """
 
 from __future__ import annotations
@@ -15,10 +17,13 @@ import json
 import mmap
 import multiprocessing
 import os
+import secrets
+import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 
 import numpy as np
@@ -27,6 +32,7 @@ import zmq
 from coterie.experts.protocol import Dtype, Reply, Request, SlotShape, Status
 from coterie.experts.transport import Intake, SharedClient, SharedServer
 from coterie.experts.transport.doorbell import Doorbell
+from coterie.experts.transport.tcp import TcpClient, TcpServer
 from coterie.experts.transport.words import Words
 
 SIZES = {"4 KiB": 1024, "64 KiB": 16384}  # float32 of one token
@@ -51,13 +57,36 @@ def serve_shared(ready: Connection, hidden: int) -> None:
         intake.step(echo, timeout_s=1)
 
 
-def serve_zmq(ready: Connection, address: str) -> None:
-    socket = zmq.Context().socket(zmq.REP)
-    socket.bind(address)
-    ready.send(None)
+def serve_tcp(ready: Connection, hidden: int) -> None:
+    shared = SharedServer(SlotShape(tokens=64, hidden=hidden, top_k=8, layers=1, experts=64), slots=2)
+    token = secrets.token_bytes(16)
+    tcp = TcpServer(socket.create_server(("127.0.0.1", 0)), token, shared, slots=2)
+    intake = Intake(shared, tcp)
+    ready.send((tcp.address, token))
     while True:
-        hidden, _, _ = socket.recv_multipart()
-        socket.send(np.frombuffer(hidden, np.float32).copy())
+        intake.step(echo, timeout_s=1)
+
+
+def serve_grpc(ready: Connection) -> None:
+    import grpc
+
+    def reply(message: bytes, _: object) -> bytes:
+        return np.frombuffer(message, np.float32, (len(message) - 64) // 4, 64).tobytes()
+
+    server = grpc.server(ThreadPoolExecutor(1))
+    server.add_registered_method_handlers("bench", {"echo": grpc.unary_unary_rpc_method_handler(reply)})
+    ready.send(server.add_insecure_port("127.0.0.1:0"))
+    server.start()
+    server.wait_for_termination()
+
+
+def serve_zmq(ready: Connection, address: str) -> None:
+    server = zmq.Context().socket(zmq.REP)
+    server.bind(address)
+    ready.send(server.getsockopt_string(zmq.LAST_ENDPOINT))
+    while True:
+        hidden, _, _ = server.recv_multipart()
+        server.send(np.frombuffer(hidden, np.float32).copy())
 
 
 def serve_doorbell(ready: Connection, file: int) -> None:
@@ -76,9 +105,11 @@ def serve_doorbell(ready: Connection, file: int) -> None:
 
 
 @contextmanager
-def serving(target: Callable[..., None], *arguments: object) -> Iterator[tuple[object, multiprocessing.Process]]:
+def serving(
+    target: Callable[..., None], *arguments: object, start: str = "fork"
+) -> Iterator[tuple[object, multiprocessing.Process]]:
     mine, theirs = multiprocessing.Pipe()
-    process = multiprocessing.get_context("fork").Process(target=target, args=(theirs, *arguments), daemon=True)
+    process = multiprocessing.get_context(start).Process(target=target, args=(theirs, *arguments), daemon=True)
     process.start()
     try:
         yield mine.recv(), process
@@ -87,14 +118,18 @@ def serving(target: Callable[..., None], *arguments: object) -> Iterator[tuple[o
         process.join()
 
 
-def time_calls(call: Callable[[], object]) -> dict[str, float]:
-    times = []
-    for _ in range(WARM_UP + CALLS):
+def time_calls(call: Callable[[], object], process: int) -> dict[str, float]:
+    for _ in range(WARM_UP):
+        call()
+    times, used_s = [], (time.process_time(), cpu_s(process))
+    for _ in range(CALLS):
         start = time.perf_counter()
         call()
         times.append(time.perf_counter() - start)
-    p50, p99 = np.percentile(times[WARM_UP:], [50, 99]) * 1e6
-    return {"p50 us": round(p50, 1), "p99 us": round(p99, 1)}
+    here, there = time.process_time() - used_s[0], cpu_s(process) - used_s[1]
+    p50, p99 = np.percentile(times, [50, 99]) * 1e6
+    cpu = {"client CPU us": here * 1e6 / CALLS, "server CPU us": there * 1e6 / CALLS}
+    return {what: round(value, 1) for what, value in {"p50 us": p50, "p99 us": p99, **cpu}.items()}
 
 
 def cpu_s(process: int) -> float:
@@ -112,27 +147,48 @@ def idle_percent(process: int) -> float:
 def measure_shared(hidden: int) -> dict[str, float]:
     with serving(serve_shared, hidden) as (path, process):
         client, sent = SharedClient(path), request(hidden)
-        result = time_calls(lambda: client.call(sent, timeout_s=1))
+        result = time_calls(lambda: client.call(sent, timeout_s=1), process.pid)
         client.close()
         return result | {"idle server CPU %": idle_percent(process.pid)}
 
 
-def measure_zmq(hidden: int, address: str) -> dict[str, float]:
-    with serving(serve_zmq, address) as (_, process):
-        socket, sent = zmq.Context().socket(zmq.REQ), request(hidden)
-        socket.connect(address)
+def measure_tcp(hidden: int) -> dict[str, float]:
+    with serving(serve_tcp, hidden) as ((address, token), process):
+        client, sent = TcpClient(address, token, "bench"), request(hidden)
+        result = time_calls(lambda: client.call(sent, timeout_s=1), process.pid)
+        client.close()
+        return result | {"idle server CPU %": idle_percent(process.pid)}
+
+
+def measure_grpc(hidden: int) -> dict[str, float]:
+    import grpc
+
+    with serving(serve_grpc, start="spawn") as (port, process), grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        ask, sent = channel.unary_unary("/bench/echo"), request(hidden)
 
         def call() -> np.ndarray:
-            socket.send_multipart([sent.hidden, sent.ids, sent.weights])
-            return np.frombuffer(socket.recv(), np.float32).copy()
+            message = b"".join((sent.ids, sent.weights, sent.hidden))
+            return np.frombuffer(ask(message, wait_for_ready=True), np.float32).copy()
 
-        return time_calls(call) | {"idle server CPU %": idle_percent(process.pid)}
+        return time_calls(call, process.pid) | {"idle server CPU %": idle_percent(process.pid)}
+
+
+def measure_zmq(hidden: int, address: str) -> dict[str, float]:
+    with serving(serve_zmq, address) as (bound, process):
+        client, sent = zmq.Context().socket(zmq.REQ), request(hidden)
+        client.connect(bound)
+
+        def call() -> np.ndarray:
+            client.send_multipart([sent.hidden, sent.ids, sent.weights])
+            return np.frombuffer(client.recv(), np.float32).copy()
+
+        return time_calls(call, process.pid) | {"idle server CPU %": idle_percent(process.pid)}
 
 
 def measure_doorbell() -> dict[str, float]:
     file = os.memfd_create("doorbells")
     os.ftruncate(file, 4096)
-    with serving(serve_doorbell, file):
+    with serving(serve_doorbell, file) as (_, process):
         words = Words(mmap.mmap(file, 4096))
         there, here = Doorbell(words, 0), Doorbell(words, 64)
 
@@ -141,7 +197,7 @@ def measure_doorbell() -> dict[str, float]:
             there.ring()
             here.wait(lambda: words.load32(64) != seen or None, 1)
 
-        return time_calls(call)
+        return time_calls(call, process.pid)
 
 
 def main() -> None:
@@ -152,7 +208,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for name, hidden in SIZES.items():
             results[f"shared memory, {name}"] = measure_shared(hidden)
+            results[f"TCP, {name}"] = measure_tcp(hidden)
             results[f"ZeroMQ ipc, {name}"] = measure_zmq(hidden, f"ipc://{folder}/{hidden}")
+            results[f"ZeroMQ TCP, {name}"] = measure_zmq(hidden, "tcp://127.0.0.1:*")
+    with suppress(ModuleNotFoundError):  # last: it must not be loaded in a process that forks
+        for name, hidden in SIZES.items():
+            results[f"gRPC, {name}"] = measure_grpc(hidden)
     if arguments.json:
         print(json.dumps(results, indent=2))
         return
