@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import signal
+import socket
 import threading
 import time
 from pathlib import Path
@@ -214,3 +215,8 @@ def test_what_cannot_be_served_is_one_error(checkpoint):
     assert "from 0 to 7" in str(result.exception)
     with pytest.raises(ConfigError, match="slots is 0; it must be at least 1"):
         ServeConfig(checkpoint, slots=0)
+    with pytest.raises(ConfigError, match="give --tcp-port, too"):
+        ServeConfig(checkpoint, tcp_host="127.0.0.1")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        result = CliRunner().invoke(serve, [str(checkpoint), "--tcp-port", str(taken.getsockname()[1])])
+    assert "choose another --tcp-port" in str(result.exception)

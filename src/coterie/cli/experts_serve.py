@@ -82,9 +82,10 @@ def _announce(bar: Progress) -> Callable[[str, ServerProcess], None]:
         bar.stop()
         count = sum(map(len, process.held))
         kernel = process.serving.server.kernel.name if process.serving else ""
+        tcp = "{} port {}".format(*process.tcp.address) if process.tcp else "no TCP"
         click.echo(
             f"serving   {count} experts of {process.model_name} at {url}, kernel {kernel}, requests by "
-            f"{process.shared.path}"
+            f"{process.shared.path} and {tcp}"
         )
 
     return announce

@@ -61,7 +61,7 @@ class ServeConfig:
         drain_s: how long to serve on after SIGTERM, at most.
 
     Raises:
-        ConfigError: a number is out of range.
+        ConfigError: a number is out of range, or an address for TCP has no port.
     """
 
     model: Path
@@ -82,6 +82,8 @@ class ServeConfig:
         for name, least in {"slots": 1, "max_tokens": 1, "drain_s": 0}.items():
             if not getattr(self, name) >= least:
                 raise ConfigError(f"expert server: {name} is {getattr(self, name)}; it must be at least {least}")
+        if self.tcp_host is not None and self.tcp_port is None:
+            raise ConfigError(f"expert server: tcp_host is {self.tcp_host}, without a port; give --tcp-port, too")
 
 
 class ServerProcess:
