@@ -28,13 +28,13 @@ class ClientProcess:
     """What a client says."""
 
     def __init__(self, process):
-        self.process, self.last, self.longest_s = process, None, 0.0
+        self.process, self.last = process, None
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self):
-        for line in self.process.stdout:
-            self.last = json.loads(line)
-            self.longest_s = max(self.longest_s, self.last["longest_s"])
+        with self.process.stdout as lines:
+            for line in lines:
+                self.last = json.loads(line)
 
 
 class ProcessWorld:
@@ -68,7 +68,7 @@ class ProcessWorld:
         for process in self.processes.values():
             process.send_signal(signal.SIGCONT)
             process.kill()
-            process.communicate()
+            process.wait()
         sweep(PREFIX)  # killed servers leave their memory to the next one that starts
 
     # --- what is done ----------------------------------------------------------------------------------
@@ -89,7 +89,7 @@ class ProcessWorld:
             signals = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "go on": signal.SIGCONT, "drain": signal.SIGTERM}
             self.processes[who].send_signal(signals[what])
             if what == "kill":
-                self.processes[who].communicate()
+                self.processes[who].wait()
 
     def _start(self, who):
         if who in self.processes:

@@ -22,8 +22,6 @@ def whole(world):
             world.play("start", name)
     world.until_known()
     world.until(lambda: all(client.last for client in world.clients.values()), "clients to begin")
-    for client in world.clients.values():
-        client.longest_s = 0.0
     return world
 
 
