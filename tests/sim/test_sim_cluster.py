@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coterie.calibration import fit
-from coterie.core import ModelGeometry
+from coterie.core import ModelGeometry, RouteRequest, WorkerState
 from coterie.errors import ConfigError
 from coterie.latency import StepTime, TokenTime
-from coterie.routing import DECODE_POLICIES, KvHeadroom, make_policy, no_queue
+from coterie.routing import DECODE_POLICIES, KvHeadroom, Ledger, make_policy, no_queue
 from coterie.sim import Change, ClusterSpec, Drift, Mix, RecordedTimes, Stream, parse_topology, population_of, simulate
 from coterie.sim.cluster import Cluster
 from coterie.sim.kernel import Kernel
@@ -110,6 +110,23 @@ def test_the_same_seed_gives_the_same_bytes_and_another_one_others(decode):
     once, again, other = (msgspec.json.encode(run(decode, seed=seed)) for seed in (3, 3, 4))
     assert once == again
     assert once != other
+
+
+def test_policies_are_told_the_time_of_the_simulation_from_its_first_moment():
+    """A kernel that has nothing to do yet has no length; it is a clock all the same."""
+    told = []
+
+    class Noting:
+        def leased(self, lease, now_s):
+            told.append(now_s)
+
+        def released(self, lease, served, now_s):
+            told.append(now_s)
+
+    ledger = Ledger([WorkerState("a", "a")], Kernel())
+    ledger.follow(Noting())
+    ledger.lease("a", RouteRequest("r", 1, 1)).release()
+    assert told == [0.0, 0.0]
 
 
 def test_policies_of_one_seed_meet_the_same_requests():

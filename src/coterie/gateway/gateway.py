@@ -64,7 +64,7 @@ class Gateway:
         access: Access = NO_ACCESS,
         seat: Seat | None = None,
     ) -> None:
-        clock = clock or SystemClock()
+        clock = SystemClock() if clock is None else clock
         self.engine = engine
         self.prefill = Fleet("prefill", config.prefill, config, clock, access, seat)
         self.decode = Fleet("decode", config.decode, config, clock, access, seat)

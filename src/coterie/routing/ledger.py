@@ -153,7 +153,7 @@ class Ledger:
         others: Others | None = None,
     ) -> None:
         _check_targets(targets)
-        self._clock = clock or SystemClock()
+        self._clock = SystemClock() if clock is None else clock
         self._watcher: Watcher | None = None
         self._states = list(targets)
         self._index = {target.name: i for i, target in enumerate(targets)}

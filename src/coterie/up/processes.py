@@ -101,7 +101,7 @@ class SupervisedProcess:
         self.state = State.STOPPED
         self.restarts = 0
         self.problem: str | None = None
-        self._clock = clock or SystemClock()
+        self._clock = SystemClock() if clock is None else clock
         self._probe = probe
         self._keeper: subprocess.Popen[bytes] | None = None
         self._since_s = 0.0  # when the present state began

@@ -117,7 +117,7 @@ class Engine:
         self._text = text
         self._end_ids = frozenset(token for token in text.end_ids if token < model.vocab)
         self._rng = rng
-        self._clock = clock or SystemClock()
+        self._clock = SystemClock() if clock is None else clock
         self._on_load = on_load
         self._after_step = after_step
         self._on_decode = on_decode

@@ -69,7 +69,9 @@ class RemoteExperts:
         clock: Clock | None = None,
     ) -> None:
         self._geometry, self._hidden, self._directory = geometry, hidden, directory
-        self._exchange = Exchange(directory, Links(connect), hidden, patience or Patience(), clock or SystemClock())
+        self._exchange = Exchange(
+            directory, Links(connect), hidden, patience or Patience(), SystemClock() if clock is None else clock
+        )
 
     def connect(self, deadline_s: float) -> None:
         """Connect to all servers before there is something to compute; those that do not reply by then are doubted."""
