@@ -6,7 +6,8 @@
 schemathesis (https://schemathesis.readthedocs.io) makes requests of the description that the gateway itself serves:
 valid and invalid ones, alone and in sequences, and compares each reply with what is described.  Workers are added,
 drained and removed meanwhile, while a client sends proper requests; it must be served, or told clearly that no worker
-is left.  Ends with 1 if schemathesis found anything or the gateway did what it must not (see `fuzz_http.py`).
+is left.  Messages of peers, which are msgpack, it cannot make.  Ends with 1 if schemathesis found anything or the
+gateway did what it must not (see `fuzz_http.py`).
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ async def fuzz(tool: str, minutes: float, seed: int) -> tuple[int, Counter[int]]
         async with gateway.running():
             command = [
                 tool, "run", f"{gateway.admin_url}/openapi.json", "--checks", "all",
-                "--exclude-checks", WITHOUT, "--max-time", str(int(60 * minutes)),
+                "--exclude-checks", WITHOUT, "--exclude-path", "/peers", "--max-time", str(int(60 * minutes)),
                 "--seed", str(seed), "--request-timeout", str(ANSWERED_S), "--continue-on-failure",
             ]  # fmt: skip
             process = await asyncio.create_subprocess_exec(*command, cwd=folder, stderr=subprocess.STDOUT)

@@ -9,6 +9,8 @@ import pytest
 from fake_engine import Answer, Exchange, FakeEngine, die_after, garbage, hang, refuse, reset, serve_well
 from stories import Cluster, cluster, eventually, story
 
+from coterie.gateway.fleet.workers import Worker
+
 ASK = {"model": "tiny", "prompt": "a b c", "max_tokens": 3}
 STREAM = {**ASK, "stream": True}
 ANSWER = "t0 t1 t2 "
@@ -144,6 +146,25 @@ async def test_a_dead_worker_is_asked_once_and_again_when_it_is_back() -> None:
         await asyncio.gather(*(running.post(ASK) for _ in range(4)))
         assert running.decode[0].seen
         await running.idle()
+
+
+@story
+async def test_a_fault_of_the_gateways_own_in_a_trial_or_a_check_ends_no_watch(monkeypatch, caplog) -> None:
+    async with cluster(decode_policy="least_load", health_interval_s=0.05, breaker_open_s=0.05) as running:
+        good, fails = running.gateway.prober.check, ["trial", "check"]
+
+        async def check(worker: Worker) -> None:
+            if worker.name == "decode-0" and fails and (worker.breaker.state != "closed") == (fails[0] == "trial"):
+                raise KeyError(fails.pop(0))
+            await good(worker)
+
+        monkeypatch.setattr(running.gateway.prober, "check", check)
+        await running.decode[0].stop()
+        while len(running.gateway.decode.available()) == 2:
+            assert (await running.post(ASK)).status == 200
+        await running.decode[0].start()
+        await eventually(lambda: not fails and len(running.gateway.decode.available()) == 2)
+    assert [record.exc_info[1].args for record in caplog.records if record.exc_info] == [("trial",), ("check",)]
 
 
 @story

@@ -42,10 +42,16 @@ class Watch:
                 async with asyncio.timeout(self._pause_s()):
                     await worker.alarm.wait()
             worker.alarm.clear()
-            if worker.breaker.begin_trial(self._fleet.clock.now()):
-                await self._try()
-            elif worker.breaker.state == "closed":
-                await self._check()
+            try:
+                await self._look()
+            except Exception:  # a fault of the gateway's: unwatched, the worker would stay as it is for good
+                _log.exception("the watch of %s failed; it goes on", worker.name)
+
+    async def _look(self) -> None:
+        if self._worker.breaker.begin_trial(self._fleet.clock.now()):
+            await self._try()
+        elif self._worker.breaker.state == "closed":
+            await self._check()
 
     def _pause_s(self) -> float:
         """Until the next check, or the trial of a breaker that is open."""
@@ -62,6 +68,9 @@ class Watch:
         except EngineError as error:
             self._fleet.trial_over(self._worker, str(error))
             self._count(since_s)
+        except Exception as error:
+            self._fleet.trial_over(self._worker, repr(error))  # else no other would be begun
+            raise
         else:
             self._fleet.trial_over(self._worker, None)
             self._back()
