@@ -1,14 +1,23 @@
-"""Real vLLM servers for the tests in this folder, one set per module."""
+"""What the tests in this folder share: starting vLLM, or importing torch, takes longer than most tests."""
 
 from __future__ import annotations
 
 import filecmp
+import json
 import os
 import subprocess
 from pathlib import Path
 
 import pytest
 from servers import ROOT, TINY
+
+from coterie.up.cluster import Cluster
+from coterie.up.config import ClusterConfig, PoolConfig
+
+POOL_ARGUMENTS = (
+    "--block-size", "32", "--num-gpu-blocks-override", "320", "--enable-prompt-tokens-details", "--enable-scale-out"
+)  # fmt: skip
+POOL_ENV = {"HF_HUB_OFFLINE": "1", "VLLM_SERVER_DEV_MODE": "1"}  # shows its settings
 
 
 def pytest_collection_modifyitems(items):
@@ -52,8 +61,30 @@ def engine_python(engine_env):
 
 
 @pytest.fixture(scope="session")
-def sliding_window_model(engine_python, tmp_path_factory) -> Path:
-    """A random GPT-OSS checkpoint: sliding-window and full attention in turn, so two KV groups."""
-    folder = tmp_path_factory.mktemp("gpt-oss")
-    engine_python("make_checkpoints.py", folder, TINY, "gpt_oss")
-    return folder / "gpt_oss"
+def cluster(engine_env, tmp_path_factory):
+    """1P2D behind no gateway: the prefill server counts, the decode servers run vLLM's own connector alone."""
+    config = ClusterConfig(
+        model=str(TINY),
+        served_model_name="tiny",
+        prefill=PoolConfig(1, POOL_ARGUMENTS, POOL_ENV),
+        decode=PoolConfig(2, POOL_ARGUMENTS, POOL_ENV),
+        engine_env=engine_env,
+        run_dir=tmp_path_factory.mktemp("cluster"),
+    )
+    with Cluster(config) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="session")
+def checkpoints(engine_python, tmp_path_factory) -> Path:
+    """A folder with a random checkpoint of each kind that `make_checkpoints.py` knows, by name."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    engine_python("make_checkpoints.py", folder, TINY)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def built(engine_python, tmp_path_factory) -> tuple[Path, dict[str, list]]:
+    """A folder with a config of each MoE architecture, and what transformers builds of it; see `moe_layers.py`."""
+    folder = tmp_path_factory.mktemp("built")
+    return folder, json.loads(engine_python("moe_layers.py", folder).splitlines()[-1])

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from oracle import ROOT, assert_same_routing
-from servers import TINY
 
 from coterie.activations import ActivationTrace
 from coterie.calibration.prompts import read_prompts
@@ -37,14 +36,6 @@ UNTOLD = ("phimoe",)  # its weights are in proportion to no score of all experts
 REFUSED = ("llama", "llama4_text", "lacking")
 
 by_architecture = pytest.mark.parametrize("name", GEOMETRIES)
-
-
-@pytest.fixture(scope="module")
-def checkpoints(engine_python, tmp_path_factory) -> Path:
-    """A folder with a random checkpoint of each architecture."""
-    folder = tmp_path_factory.mktemp("checkpoints")
-    engine_python("make_checkpoints.py", folder, TINY, *GEOMETRIES, *REFUSED, "packed")
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -142,14 +133,14 @@ def test_a_prompt_beyond_the_context_is_named_by_its_place(checkpoints, engine_p
     assert (tmp_path / "mixtral.trace.partial").exists()
 
 
-def test_most_architectures_are_found_by_their_modules(engine_python, tmp_path):
+def test_most_architectures_are_found_by_their_modules(engine_python, built):
     """Geometry as transformers builds it, the score that the architecture publishes, and the same with a cache."""
-    built = json.loads(engine_python("moe_layers.py", tmp_path).splitlines()[-1])
-    found = json.loads(engine_python("survey_routers.py", tmp_path).splitlines()[-1])
+    folder, report = built
+    found = json.loads(engine_python("survey_routers.py", folder).splitlines()[-1])
     refused = {name: found.pop(name) for name in ("llama4_text", "phimoe")}
     assert "experts is not called with expert ids" in refused["llama4_text"]
     assert "layers chose 2 of 16 experts, the config says 4 of 16" in refused["phimoe"]  # it is always top-2
-    assert len(found) == len(built) - 2
+    assert len(found) == len(report) - 2
     for name, survey in found.items():
-        _, layers, experts, top_k = built[name]
+        _, layers, experts, top_k = report[name]
         assert survey == [len(layers), experts, top_k, "sigmoid" if name in SCORED_BY_SIGMOID else "softmax", True]

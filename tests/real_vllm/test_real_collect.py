@@ -18,15 +18,10 @@ from oracle import ROOT, assert_same_routing
 from servers import TINY
 
 from coterie.activations import ActivationTrace
-from coterie.up.server import vllm_server
 
 PROMPTS = ROOT / "examples" / "prompts" / "serve.jsonl"
 OUTPUT = 12
 TIE = 1e-3
-COUNTS_ONLY = (
-    '{"kv_connector": "CountsConnector", "kv_role": "kv_both", '
-    '"kv_connector_module_path": "coterie.vllm_plugin.connector"}'
-)
 
 
 def collect(python: Path, file: Path, *options: str) -> ActivationTrace:
@@ -39,11 +34,9 @@ def collect(python: Path, file: Path, *options: str) -> ActivationTrace:
 
 
 @pytest.fixture(scope="module")
-def served(engine_env, tmp_path_factory) -> ActivationTrace:
-    folder = tmp_path_factory.mktemp("served")
-    with vllm_server(engine_env, TINY, COUNTS_ONLY, folder / "server.log") as (url, _):
-        options = ("--server", url, "--model", "tiny", "--max-tokens", str(OUTPUT), "--ids")
-        return collect(Path(sys.executable), folder / "served.trace", *options)
+def served(cluster, tmp_path_factory) -> ActivationTrace:
+    options = ("--server", cluster.prefill_urls[0], "--model", "tiny", "--max-tokens", str(OUTPUT), "--ids")
+    return collect(Path(sys.executable), tmp_path_factory.mktemp("served") / "served.trace", *options)
 
 
 @pytest.fixture(scope="module")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -30,27 +33,39 @@ def check_against_transformers(url, model, engine_python, folder, texts):
         np.testing.assert_array_equal(again[i].counts, prompt.counts)
 
 
+def remove_shared_memory(group: int) -> None:
+    """Remove what vLLM's ranks, in this process group, share in `/dev/shm` and leave there; what is mapped stays."""
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):  # it ended since it was listed, or is not ours
+            if os.getpgid(int(maps.parent.name)) == group:
+                words = maps.read_text().split()
+                for file in {word for word in words if word.startswith("/dev/shm/vllm_dist_")}:
+                    Path(file).unlink(missing_ok=True)
+
+
 def test_tensor_parallel_ranks_count_each_token_once(engine_env, engine_python, tmp_path):
     with vllm_server(
         engine_env, TINY, PD, tmp_path / "server.log", "--tensor-parallel-size", "2",
         "--distributed-executor-backend", "mp", "--block-size", "32", "--num-gpu-blocks-override", "200",
-    ) as (url, _):  # fmt: skip
+    ) as (url, process):  # fmt: skip
+        remove_shared_memory(process.pid)
         check_against_transformers(url, TINY, engine_python, tmp_path, prompts()[:6])
         assert metric(url, "coterie_plugin_dropped_total") == 0
 
 
 def test_a_model_with_several_kv_groups_is_counted_by_its_full_attention_group(
-    engine_env, engine_python, sliding_window_model, tmp_path
+    engine_env, engine_python, checkpoints, tmp_path
 ):
+    model = checkpoints / "gpt_oss"  # sliding-window and full attention in turn
     with vllm_server(
-        engine_env, sliding_window_model, PD, tmp_path / "server.log", "--no-disable-hybrid-kv-cache-manager",
+        engine_env, model, PD, tmp_path / "server.log", "--no-disable-hybrid-kv-cache-manager",
         "--num-gpu-blocks-override", "100", "--block-size", "32",
     ) as (url, _):  # fmt: skip
         texts = [text for text in prompts() if len(text) > 400][:6]
         params = complete(url, texts[0], kv_transfer_params={"do_remote_decode": True})["kv_transfer_params"]
         assert len(params["remote_block_ids"]) == 2, "the model has only one KV group"
         assert decode_counts(params[PROMPT_KEY]).complete
-        check_against_transformers(url, sliding_window_model, engine_python, tmp_path, texts)
+        check_against_transformers(url, model, engine_python, tmp_path, texts)
 
 
 def test_a_dense_model_is_refused_at_start_with_the_remedy(engine_env, tmp_path):

@@ -37,30 +37,29 @@ NAMES = (*MADE, *VARIANTS, "coterie-tiny")
 
 
 @pytest.fixture(scope="module")
-def checkpoints(engine_python, tmp_path_factory):
-    """Folders of checkpoints, by name."""
-    root = tmp_path_factory.mktemp("checkpoints")
-    engine_python("make_checkpoints.py", root, TINY, *MADE)
+def folders(checkpoints, tmp_path_factory):
+    """Of checkpoints, by name."""
+    folders = {name: checkpoints / name for name in MADE} | {"coterie-tiny": TINY}
     for name, (source, changes) in VARIANTS.items():
-        shutil.copytree(root / source, root / name)
-        config = json.loads((root / name / "config.json").read_text())
-        (root / name / "config.json").write_text(json.dumps({**config, **changes}))
-    return {name: TINY if name == "coterie-tiny" else root / name for name in NAMES}
+        folders[name] = shutil.copytree(checkpoints / source, tmp_path_factory.mktemp("variants") / name)
+        config = json.loads((folders[name] / "config.json").read_text())
+        (folders[name] / "config.json").write_text(json.dumps({**config, **changes}))
+    return folders
 
 
 @pytest.fixture(scope="module")
-def oracle(checkpoints, engine_python, tmp_path_factory):
+def oracle(folders, engine_python, tmp_path_factory):
     """What transformers computes, by name."""
     out = tmp_path_factory.mktemp("oracle")
     lengths = ",".join(map(str, LENGTHS))
-    engine_python("forward_oracle.py", out, lengths, max(LENGTHS), OUTPUT, *checkpoints.values())
+    engine_python("forward_oracle.py", out, lengths, max(LENGTHS), OUTPUT, *folders.values())
     return {name: np.load(out / f"{name}.npz") for name in NAMES}
 
 
 @pytest.fixture(scope="module")
-def models(checkpoints, tmp_path_factory):
+def models(folders, tmp_path_factory):
     root = tmp_path_factory.mktemp("packed")
-    return {name: Model.open(prepare(folder, root / name)) for name, folder in checkpoints.items()}
+    return {name: Model.open(prepare(folder, root / name)) for name, folder in folders.items()}
 
 
 def run(model, tokens, start, kv):
@@ -107,9 +106,9 @@ def biases_of(checkpoint, config):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_experts_are_the_best_but_at_ties(models, checkpoints, oracle, name):
+def test_experts_are_the_best_but_at_ties(models, folders, oracle, name):
     model, top_k = models[name], models[name].geometry.top_k
-    biases = biases_of(checkpoints[name], model.config)
+    biases = biases_of(folders[name], model.config)
     value, clear = worth(model.config.gate, oracle[name]["gates_0"], biases)
     kv = np.zeros(model.kv_shape(12, BLOCK), np.float32)
     ids = run(model, oracle[name]["prompt_0"], 0, kv).expert_ids.astype(int)

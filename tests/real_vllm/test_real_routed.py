@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 
@@ -24,9 +22,9 @@ def test_what_vllm_encodes_is_read(engine_python, tmp_path, experts, dtype):
     np.testing.assert_array_equal(read, rows[:, [1, 2, 4]])
 
 
-def test_moe_layers_are_where_transformers_builds_them(engine_python, tmp_path):
-    report = json.loads(engine_python("moe_layers.py", tmp_path).splitlines()[-1])
+def test_moe_layers_are_where_transformers_builds_them(built):
+    folder, report = built
     assert len(report) > 20
     for name, (hidden, layers, experts, top_k) in report.items():
         expected = ModelConfig(name, ModelGeometry(len(layers), experts, top_k), hidden, tuple(layers))
-        assert read_model_config(tmp_path / name) == expected
+        assert read_model_config(folder / name) == expected

@@ -1,4 +1,4 @@
-"""Write small random checkpoints: make_checkpoints.py FOLDER TOKENIZER NAME..., into FOLDER/NAME.
+"""Write small random checkpoints: make_checkpoints.py FOLDER TOKENIZER, into FOLDER/NAME for each of `MAKERS`.
 
 `lacking` and `packed` are GPT-OSS without a router's weight, and with experts in MXFP4 as it is published.
 """
@@ -120,9 +120,9 @@ def pack_experts(checkpoint: Path) -> None:
 CHANGES = {"lacking": lose_a_router, "packed": pack_experts}
 
 folder, tokenizer = map(Path, sys.argv[1:3])
-for name in sys.argv[3:]:
+for name, make in MAKERS.items():
     torch.manual_seed(0)
-    model = hf.AutoModelForCausalLM.from_config(MAKERS[name]()).to(torch.float32)
+    model = hf.AutoModelForCausalLM.from_config(make()).to(torch.float32)
     randomize(model)
     model.save_pretrained(folder / name)
     CHANGES.get(name, lambda _: None)(folder / name)
