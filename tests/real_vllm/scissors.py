@@ -54,12 +54,15 @@ class Scissors:
     async def _back(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         seen = 0
         while data := await reader.read(1 << 16):
-            seen = data.count(b"\n\n") + (0 if data.startswith(b"HTTP/1.1 ") else seen)  # of this reply
-            if self.events is not None and seen > self.events:
+            seen = 0 if data.startswith(b"HTTP/1.1 ") else seen  # of this reply
+            events = data.split(b"\n\n")  # however many came at once
+            if self.events is not None and seen + len(events) - 1 > self.events:
+                begun = b"\n\n".join(events[: self.events - seen + 1])
                 self.events = None
-                writer.write(data[:-40])
+                writer.write(begun[:-20])
                 await writer.drain()
                 return
+            seen += len(events) - 1
             writer.write(data)
             await writer.drain()
 
