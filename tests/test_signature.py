@@ -216,3 +216,8 @@ def test_similarities_are_the_products_with_the_signature(kind):
     vectors = rng.random((6, made.dimensions)).astype(np.float32)
     np.testing.assert_allclose(made.similarities(counts, vectors), vectors @ made.apply(counts), rtol=1e-5)
     assert made.similarities(np.zeros((3, 4), np.uint16), vectors) is None
+    wide = vectors.astype(np.float64)
+    np.testing.assert_allclose(made.similarities(counts, wide), vectors @ made.apply(counts), rtol=1e-5)
+    for wrong in ((counts[:2], vectors), (counts, vectors[:, 1:])):
+        with pytest.raises(InputError, match="are not of"):
+            made.similarities(*wrong)

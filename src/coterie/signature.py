@@ -151,7 +151,13 @@ class SignatureTransform:
         Args:
             counts: `[L, E]`; `reads` must be "counts".
             vectors: `[K, D]`.
+
+        Raises:
+            InputError: counts or vectors are of another shape.
         """
+        shape = (self.geometry.layers, self.geometry.experts)
+        if counts.shape != shape or vectors.shape[1:] != (self.dimensions,):
+            raise InputError(f"signature: counts {counts.shape} and vectors {vectors.shape} are not of {self.geometry}")
         if self.kind in LINEAR_KINDS:
             products, length = self._similarity(counts, vectors)
         else:

@@ -119,7 +119,7 @@ class NativeSimilarity:
 
     def __call__(self, counts: _Counts, vectors: _Floats) -> tuple[npt.NDArray[np.float64], float]:
         """See `Similarity`."""
-        if counts.dtype not in _NATIVE or not vectors.flags.c_contiguous:
+        if counts.dtype not in _NATIVE:
             return self._plain(counts, vectors)
         if vectors is not self._vectors:
             self._use(vectors)
@@ -131,9 +131,9 @@ class NativeSimilarity:
 
     def _use(self, vectors: _Floats) -> None:
         """Look up where these vectors are, and make room for what is computed with them."""
-        self._vectors = vectors
+        self._vectors, self._used = vectors, np.ascontiguousarray(vectors, np.float32)
         self._features, self._products = np.empty(vectors.shape[1], np.float32), np.empty(len(vectors))
-        self._places = _address(self._features), _address(vectors), len(vectors), _address(self._products)
+        self._places = _address(self._features), _address(self._used), len(vectors), _address(self._products)
 
 
 class NativeBatches:
