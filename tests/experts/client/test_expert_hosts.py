@@ -19,6 +19,7 @@ from expert_processes import expert_server
 from network_hosts import two_hosts
 from tiny_checkpoints import write_checkpoint
 
+pytestmark = pytest.mark.slow
 DEADLINE_S = 30
 TESTS = Path(__file__).parents[2]
 
@@ -113,7 +114,6 @@ def test_the_last_owner_beyond_a_cut_link_is_named_and_computes_when_it_is_back(
         assert far().tobytes() == expected.tobytes()
 
 
-@pytest.mark.slow  # waits for the time after which a host is taken for gone
 def test_slots_of_a_host_that_is_cut_off_become_free_and_its_client_connects_anew(world):
     with client(world, world.far) as far:
         expected = far()
