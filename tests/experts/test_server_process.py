@@ -217,6 +217,8 @@ def test_what_cannot_be_served_is_one_error(checkpoint):
         ServeConfig(checkpoint, slots=0)
     with pytest.raises(ConfigError, match="give --tcp-port, too"):
         ServeConfig(checkpoint, tcp_host="127.0.0.1")
+    with pytest.raises(ConfigError, match=r"would look for 0\.0\.0\.0; give --host an address"):
+        ServeConfig(checkpoint, host="0.0.0.0", tcp_port=0, monitor="http://127.0.0.1:8100")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         result = CliRunner().invoke(serve, [str(checkpoint), "--tcp-port", str(taken.getsockname()[1])])
     assert "choose another --tcp-port" in str(result.exception)

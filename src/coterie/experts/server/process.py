@@ -36,6 +36,7 @@ from coterie.modeling.model import keep_freed_memory
 
 QUIET_S = 1.0
 """A draining server that is not needed ends after so long without a request."""
+_ANY = ("0.0.0.0", "::")  # noqa: S104 - refused
 _LOOK_S = 0.1
 _GRACE_S = 2
 _SWITCH_S = 0.0005  # the computing thread waits so long for the HTTP side; by default ten times as long
@@ -61,7 +62,7 @@ class ServeConfig:
         drain_s: how long to serve on after SIGTERM, at most.
 
     Raises:
-        ConfigError: a number is out of range, or an address for TCP has no port.
+        ConfigError: a number is out of range, an address for TCP has no port, or others cannot know the host.
     """
 
     model: Path
@@ -84,6 +85,10 @@ class ServeConfig:
                 raise ConfigError(f"expert server: {name} is {getattr(self, name)}; it must be at least {least}")
         if self.tcp_host is not None and self.tcp_port is None:
             raise ConfigError(f"expert server: tcp_host is {self.tcp_host}, without a port; give --tcp-port, too")
+        if self.tcp_port is not None and self.monitor and self.host in _ANY:
+            raise ConfigError(
+                f"expert server: clients of other hosts would look for {self.host}; give --host an address"
+            )
 
 
 class ServerProcess:
