@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ READY_S = 60.0
 TIMEOUT_S = 30.0
 """The longest that a layer may take."""
 _CONNECT_S = 5.0
+_log = logging.getLogger("coterie.experts")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +88,10 @@ def remote_experts(model: ExpertModel, config: ExpertsConfig) -> Iterator[Remote
         EngineError: some expert has no server, even after a while.
     """
     with contextlib.closing(MonitoredDirectory(config.monitor, model.geometry, config.name)) as directory:
+        _log.info("waiting %g s at most until %s knows a server of every expert", READY_S, config.monitor)
         directory.await_all(time.monotonic() + READY_S)
         remote = RemoteExperts(model.geometry, model.hidden, directory, Connector(), patience=config.patience)
         with contextlib.closing(remote):
             remote.connect(time.monotonic() + _CONNECT_S)
+            _log.info("the experts are at %d servers", len(directory.table().servers()))
             yield remote
