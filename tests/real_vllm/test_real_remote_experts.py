@@ -20,8 +20,9 @@ def computed_by(server):
     return server.get("/load").json()["requests"]["computed"]
 
 
-def tokens_with(engine_python, monitor):
-    return json.loads(engine_python("remote_experts.py", TINY, monitor, *SIZES).splitlines()[-1])
+def tokens_with(engine_python, monitor, *options, sizes=SIZES):
+    lines = engine_python("remote_experts.py", TINY, monitor, *sizes, *options).splitlines()
+    return json.loads(next(line for line in lines if line.startswith("{")))
 
 
 def test_768_greedy_tokens_are_those_of_stock_vllm_though_one_of_two_expert_servers_is_killed(engine_python):
@@ -43,6 +44,15 @@ def test_768_greedy_tokens_are_those_of_stock_vllm_though_one_of_two_expert_serv
     assert sum(map(len, stock["tokens"])) == 768
     assert (stock["expert_weights"], remote["expert_weights"]) == (5 * 64 * 3 * 128 * 64, 0)
     assert remote["other_weights"] == stock["other_weights"]
+
+
+def test_two_tensor_parallel_ranks_give_the_tokens_of_one_stock_engine(engine_python):
+    few = ("2", "24")
+    stock = tokens_with(engine_python, "stock", sizes=few)
+    with running_monitor() as monitor, expert_server(TINY, "--monitor", monitor):
+        ranks = tokens_with(engine_python, monitor, "two_ranks", sizes=few)
+    assert ranks["tokens"] == stock["tokens"]
+    assert ranks["expert_weights"] == 0
 
 
 def test_transformers_with_experts_in_servers_gives_the_tokens_of_its_own(engine_python, tmp_path):

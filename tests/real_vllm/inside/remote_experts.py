@@ -28,6 +28,11 @@ def resident_mib():
     return int(status.split("VmRSS:")[1].split()[0]) / 1024
 
 
+def sizes(model):
+    """Of the model's parameters, by name; asked of each rank by pickle, so it is no lambda."""
+    return {name: value.numel() for name, value in model.named_parameters()}
+
+
 def main():
     model, monitor, prompts, tokens, *options = sys.argv[1:]
     register()
@@ -48,7 +53,7 @@ def main():
     asked = [{"prompt_token_ids": rng.integers(100, 3900, rng.integers(4, 40)).tolist()} for _ in range(int(prompts))]
     params = SamplingParams(temperature=0, max_tokens=int(tokens), ignore_eos=True, detokenize=False)
     outputs = engine.generate(asked, params, use_tqdm=False)
-    weights = engine.apply_model(lambda model: {name: value.numel() for name, value in model.named_parameters()})[0]
+    weights = engine.apply_model(sizes)[0]
     print(
         json.dumps(
             {
