@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import copy
 import os
 import shutil
 from pathlib import Path
@@ -201,3 +202,21 @@ def test_similarity_is_the_product_with_the_weighed_counts_of_the_kept_layers(ke
         products, length = similarity(counts, given_vectors)
         np.testing.assert_allclose(products, vectors.astype(float) @ features, rtol=1e-5)
         assert length == pytest.approx(np.linalg.norm(features), rel=1e-5)
+
+
+@each_kernel
+def test_a_copy_computes_the_same_and_goes_its_own_way(kernel):
+    """Simulations give each further gateway a copy of a policy."""
+    batches, use = kernel.batches(2, 17), usages(17, 1)
+    batches.join(0, use, 1)
+    batches.compose(0, 1.0, 2.0)
+    twin, before = copy.deepcopy(batches), batches.products(use)
+    batches.join(0, usages(17, 2), 2)
+    batches.compose(0, 1.0, 2.0)
+    assert np.array_equal(twin.products(use), before)
+    assert not np.array_equal(batches.products(use), before)
+    assert not np.array_equal(twin.sums, batches.sums)
+    similar = kernel.similarity(np.array([0, 2]), None)
+    counts, vectors = np.arange(9, dtype="u2").reshape(3, 3), np.ones((2, 6), np.float32)
+    (products, norm), (expected, other) = copy.deepcopy(similar)(counts, vectors), similar(counts, vectors)
+    assert (products.tolist(), norm) == (expected.tolist(), other)

@@ -110,12 +110,16 @@ class NativeSimilarity:
     """See `Similarity`."""
 
     def __init__(self, functions: ctypes.CDLL, layers: _Sums, weights: _Floats | None) -> None:
-        self._call = functions.coterie_similar
+        self._functions, self._call = functions, functions.coterie_similar
         self._plain = NumpySimilarity(layers, weights)
         self._kept = layers, weights  # as long as their addresses
         self._layers = _address(layers), len(layers)
         self._weights = None if weights is None else _address(weights)
         self._vectors: _Floats | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NativeSimilarity:
+        """Another, for addresses and functions cannot be copied."""
+        return NativeSimilarity(self._functions, *self._kept)
 
     def __call__(self, counts: _Counts, vectors: _Floats) -> tuple[npt.NDArray[np.float64], float]:
         """See `Similarity`."""
@@ -140,6 +144,7 @@ class NativeBatches:
     """See `Batches`."""
 
     def __init__(self, functions: ctypes.CDLL, count: int, pairs: int) -> None:
+        self._functions = functions
         self._join, self._grow = functions.coterie_join, functions.coterie_grow
         self._compose, self._multiply = functions.coterie_compose, functions.coterie_products
         self._pairs = pairs
@@ -157,6 +162,13 @@ class NativeBatches:
         self._alike_at = _address(self._alike)
         self._products_at = _address(self._products)
         self._nothing_at = _address(self._nothing)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NativeBatches:
+        """Another with the same contents, at addresses of its own."""
+        other = NativeBatches(self._functions, self._count, self._pairs)
+        for name in ("sums", "_means", "_log_idle", "_alike"):
+            getattr(other, name)[...] = getattr(self, name)
+        return other
 
     def join(self, batch: int, usage: _Floats, requests: int) -> tuple[_Row, float]:
         """See `Batches.join`."""
