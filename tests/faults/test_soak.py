@@ -8,7 +8,6 @@ import soak
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.xdist_group("real_vllm")  # after those, when all others are through: it takes most of the machine
 def test_two_minutes_of_faults_lose_nothing_and_leave_nothing(tmp_path):
     result = soak.soak(tmp_path, 2.0, load=0.7, every_s=10.0, seed=1, show=lambda line: print(line, file=sys.stderr))
     assert result.problems() == []
