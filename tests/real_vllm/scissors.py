@@ -16,11 +16,13 @@ class Scissors:
     """Proxies in front of servers, which together cut one stream.
 
     Attributes:
-        events: cut the next stream within the event after so many; None to cut none.
+        events: cut the next stream within the event after so many, at least one; None to cut none.
+        begun: set by the client when it has got a part of the stream.
     """
 
     def __init__(self) -> None:
         self.events: int | None = None
+        self.begun = asyncio.Event()
 
     @contextlib.asynccontextmanager
     async def before(self, url: str) -> AsyncIterator[str]:
@@ -57,10 +59,12 @@ class Scissors:
             seen = 0 if data.startswith(b"HTTP/1.1 ") else seen  # of this reply
             events = data.split(b"\n\n")  # however many came at once
             if self.events is not None and seen + len(events) - 1 > self.events:
-                begun = b"\n\n".join(events[: self.events - seen + 1])
-                self.events = None
-                writer.write(begun[:-20])
+                whole = self.events - seen
+                writer.write(b"".join(event + b"\n\n" for event in events[:whole]))
+                await self.begun.wait()  # else nothing has gone out, and the request simply goes to another server
+                writer.write(events[whole][:-20])
                 await writer.drain()
+                self.events = None
                 return
             seen += len(events) - 1
             writer.write(data)

@@ -246,11 +246,15 @@ BROKEN = [
 
 
 def test_a_stream_whose_decode_server_is_lost_goes_on_at_the_other(cluster):
-    async def ask(url, path, body):
-        async with httpx.AsyncClient(timeout=120, trust_env=False) as http:
-            reply = await http.post(url + path, json={**GREEDY, **body})
-        assert reply.status_code == 200, reply.text
-        found = seen(reply.content.split(b"\n\n")[:-1])
+    async def ask(served, scissors, path, body):
+        content, asked = b"", {"url": served.url + path, "json": {**GREEDY, **body}}
+        scissors.begun.clear()
+        async with httpx.AsyncClient(timeout=120, trust_env=False) as http, http.stream("POST", **asked) as reply:
+            async for part in reply.aiter_raw():
+                content += part
+                scissors.begun.set()
+        assert reply.status_code == 200, content
+        found = seen(content.split(b"\n\n")[:-1])
         for usage in found.usage:
             usage.pop("prompt_tokens_details", None)  # what was cached differs from run to run
         return found
@@ -259,9 +263,9 @@ def test_a_stream_whose_decode_server_is_lost_goes_on_at_the_other(cluster):
         async with cutting_gateway(cluster.prefill_urls, cluster.decode_urls) as (served, scissors):
             total, cases = "coterie_continuations_total", ((*case, cut) for *case, cuts in BROKEN for cut in cuts)
             for number, (path, body, cut) in enumerate(cases):
-                expected = await ask(served.url, path, body)
+                expected = await ask(served, scissors, path, body)
                 scissors.events = cut
-                found = await ask(served.url, path, body)
+                found = await ask(served, scissors, path, body)
                 value = served.gateway.metrics.registry.get_sample_value
                 ended = sum(value(total, {"outcome": outcome}) or 0 for outcome in ("resumed", "closed"))
                 assert (scissors.events, ended) == (None, number + 1)  # closed: the last token came before the cut

@@ -89,7 +89,13 @@ def test_an_interrupted_demo_leaves_nothing_behind(command, tmp_path, number, mo
     mark = f"COTERIE_DEMO_TEST={os.getpid()}-{moment}"
     environment = {**os.environ, **dict([mark.split("=")])}
     with subprocess.Popen(
-        command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        command,
+        cwd=tmp_path,
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509 - background jobs have it ignored
     ) as demo:
         assert any(line.startswith(moment) for line in demo.stderr), "it ended before"
         held = shared_memory(members(mark))
