@@ -314,6 +314,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that its processes end, too
     with tempfile.TemporaryDirectory() as folder:
         show = lambda line: print(line, file=sys.stderr, flush=True)  # noqa: E731
         result = soak(Path(folder), options.minutes, options.load, options.every, options.seed, show)

@@ -6,22 +6,33 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping
 from pathlib import Path
 
 LEVELS = ("x86-64-v4", "x86-64-v3", "portable")
 """Instructions that a kernel is compiled for, best first; the last are those that the compiler takes for granted."""
 
 
-def open_library(folder: Path, level: str, interface: int) -> ctypes.CDLL | None:
+Functions = Mapping[str, tuple[type | None, tuple[type, ...]]]
+"""What each function of a library returns, and its arguments."""
+
+
+def open_library(folder: Path, level: str, interface: int, functions: Functions) -> ctypes.CDLL | None:
     """The library of one of `LEVELS`; None if it was not built, or this processor lacks the instructions.
 
     Args:
         folder: where `kernel.c` is.
         level: one of `LEVELS`.
         interface: the version that `coterie_interface` of its source returns.
+        functions: those that are called.
     """
     try:
-        functions = ctypes.CDLL(str(folder / f"kernel-{level}.so"))
+        library = ctypes.CDLL(str(folder / f"kernel-{level}.so"))
     except OSError:  # not there, or for another system
         return None
-    return functions if functions.coterie_interface() == interface else None  # else 0, or built from another kernel.c
+    if library.coterie_interface() != interface:  # 0: instructions that are not there; else built from another kernel.c
+        return None
+    for name, (result, arguments) in functions.items():
+        function = getattr(library, name)
+        function.argtypes, function.restype = arguments, result
+    return library

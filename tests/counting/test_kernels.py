@@ -51,7 +51,7 @@ def test_a_library_of_another_interface_is_left_alone(monkeypatch):
 
 def test_a_file_that_is_no_library_is_left_alone(tmp_path):
     (tmp_path / "kernel-portable.so").write_bytes(b"not a library")
-    assert native.open_library(tmp_path, "portable", 1) is None
+    assert native.open_library(tmp_path, "portable", 1, {}) is None
 
 
 def test_every_folder_with_a_kernel_is_built():

@@ -1,4 +1,5 @@
 import contextlib
+from functools import partial
 
 import numpy as np
 import pytest
@@ -6,23 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coterie.errors import InputError, WireError
-from coterie.experts.protocol import Dtype, Reply, Request, SlotShape, Status
+from coterie.experts.protocol import Dtype, Reply, SlotShape, Status
+from slot_requests import request_for
 
 SHAPE = SlotShape(tokens=5, hidden=8, top_k=2, layers=3, experts=16)
 
 
-def request(tokens=3, dtype=Dtype.FLOAT32, **changes):
-    rng = np.random.default_rng(tokens)
-    values = {
-        "layer": 1,
-        "epoch": 7,
-        "owner": 1 << 40,
-        "hidden": rng.normal(size=(tokens, 8)).astype(dtype.numpy),
-        "ids": rng.integers(-1, 16, (tokens, 2)).astype(np.int32),
-        "weights": rng.random((tokens, 2), np.float32),
-        "dtype": dtype,
-    }
-    return Request(**values | changes)
+request = partial(request_for, SHAPE)
 
 
 def memory():

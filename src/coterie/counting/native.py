@@ -11,11 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from coterie.counting.numpy_kernel import NumpyKernel, NumpySimilarity
-from coterie.native import open_library
+from coterie.native import Functions, open_library
 
 _INTERFACE = 2  # as coterie_interface in kernel.c
 _SIZE, _FLOAT, _ARRAY = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
-_ARGUMENTS: dict[str, tuple[type, tuple[type, ...]]] = {
+_FUNCTIONS: Functions = {
     "coterie_conserves": (ctypes.c_int, (_ARRAY, *[_SIZE] * 3, *[ctypes.c_uint64] * 2)),
     "coterie_base64": (ctypes.c_int, (_ARRAY, _SIZE, _ARRAY, _SIZE)),
     "coterie_usage": (ctypes.c_int, (_ARRAY, _SIZE, _SIZE, _FLOAT, _FLOAT, _ARRAY)),
@@ -44,7 +44,7 @@ _plain = NumpyKernel()
 
 def load_native(level: str) -> NativeKernel | None:
     """The kernel of one of `LEVELS`; None if it was not built, or this processor lacks the instructions."""
-    functions = open_library(Path(__file__).parent, level, _INTERFACE)
+    functions = open_library(Path(__file__).parent, level, _INTERFACE, _FUNCTIONS)
     return None if functions is None else NativeKernel(functions, level)
 
 
@@ -57,9 +57,6 @@ class NativeKernel:
     """
 
     def __init__(self, functions: ctypes.CDLL, level: str) -> None:
-        for name, (result, arguments) in _ARGUMENTS.items():
-            function = getattr(functions, name)
-            function.argtypes, function.restype = arguments, result
         self.name = f"native {level}"
         self._functions = functions
         self._conserves = functions.coterie_conserves

@@ -18,7 +18,7 @@ from coterie.modeling.experts import BLOCK, ExpertWeights
 from coterie.modeling.gates import Choice
 from coterie.modeling.step import StepBatch
 from coterie.modeling.tiles import Floats, Shape
-from coterie.native import open_library
+from coterie.native import Functions, open_library
 
 _INTERFACE = 2  # as coterie_interface in kernel.c
 _QUERIES = 64  # as QUERIES in kernel.c
@@ -26,14 +26,14 @@ _NO_WINDOW = 1 << 62  # more positions than there can be
 _FLOAT32, _INT64 = np.dtype(np.float32), np.dtype(np.int64)
 
 _SIZE, _FLOAT, _ARRAY = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
-_ARGUMENTS = {
-    "coterie_product": (*[_SIZE] * 4, *[_ARRAY] * 3),
-    "coterie_product_by_head": (*[_SIZE] * 4, *[_ARRAY] * 3),
-    "coterie_norm": (*[_SIZE] * 4, _FLOAT, *[_ARRAY] * 3),
-    "coterie_rotate": (*[_SIZE] * 4, *[_ARRAY] * 4),
-    "coterie_dense": (*[_SIZE] * 3, *[_ARRAY] * 4),
-    "coterie_routed": (*[_SIZE] * 5, *[_ARRAY] * 7, *[_FLOAT] * 2, *[_ARRAY] * 5),
-    "coterie_attend": (_SIZE, *[_ARRAY] * 7),
+_FUNCTIONS: Functions = {
+    "coterie_product": (None, (*[_SIZE] * 4, *[_ARRAY] * 3)),
+    "coterie_product_by_head": (None, (*[_SIZE] * 4, *[_ARRAY] * 3)),
+    "coterie_norm": (None, (*[_SIZE] * 4, _FLOAT, *[_ARRAY] * 3)),
+    "coterie_rotate": (None, (*[_SIZE] * 4, *[_ARRAY] * 4)),
+    "coterie_dense": (None, (*[_SIZE] * 3, *[_ARRAY] * 4)),
+    "coterie_routed": (None, (*[_SIZE] * 5, *[_ARRAY] * 7, *[_FLOAT] * 2, *[_ARRAY] * 5)),
+    "coterie_attend": (None, (_SIZE, *[_ARRAY] * 7)),
 }
 
 
@@ -48,7 +48,7 @@ class _Cache(ctypes.Structure):
 
 def load_native(level: str) -> NativeKernel | None:
     """The kernel of one of `LEVELS`; None if it was not built, or this processor lacks the instructions."""
-    functions = open_library(Path(__file__).parent, level, _INTERFACE)
+    functions = open_library(Path(__file__).parent, level, _INTERFACE, _FUNCTIONS)
     return None if functions is None else NativeKernel(functions, level)
 
 
@@ -61,9 +61,6 @@ class NativeKernel:
     """
 
     def __init__(self, functions: ctypes.CDLL, level: str) -> None:
-        for name, arguments in _ARGUMENTS.items():
-            function = getattr(functions, name)
-            function.argtypes, function.restype = arguments, None
         self.name = f"native {level}"
         self._functions = functions
 
