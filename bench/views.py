@@ -2,7 +2,7 @@
 """What several gateways lose that know of each other late, in part or never.
 
     OMP_NUM_THREADS=1 python3 bench/views.py [--gateways 2,4] [--cell A] [--rate 60] [--seeds 4] [--json]
-    python3 bench/views.py --real [--gateways 2,4] [--exchange 0.4,1,4] [--rate 60]: see `real_views.py`
+    python3 bench/views.py --real [--gateways 2,4] [--exchange 0.4,1,4] [--rate 60] [--for-s 30]: see `real_views.py`
 
 Cells with their clusters are those of `bench/policies.py`, with outputs of 512 tokens.  Each request comes to one of G
 gateways by chance, each with a ledger and policies of its own; what one does the others know after a delay.  `+ use`

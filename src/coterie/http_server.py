@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import socket
 import ssl
 from collections.abc import AsyncIterator, Iterator
@@ -69,6 +70,14 @@ def reserve(host: str, port: int, flag: str, *, alone: bool = False) -> socket.s
         reserved.close()
         raise ConfigError(f"cannot listen on {host} port {port}: {error.strerror}; choose another --{flag}") from None
     return reserved
+
+
+def is_any(host: str) -> bool:
+    """Whether a server with this address takes connections to all of its host's: nobody can reach it by that."""
+    try:
+        return not host or ipaddress.ip_address(host).is_unspecified
+    except ValueError:  # a name
+        return False
 
 
 def port_of(listener: socket.socket) -> int:

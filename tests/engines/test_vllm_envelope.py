@@ -56,7 +56,7 @@ def test_counts_and_parameters_are_those_that_a_parser_would_have_found(more, be
 
 
 @given(values, st.booleans())
-def test_any_envelope_is_read_or_refused_as_by_a_parser(envelope, compact):
+def test_whatever_else_is_there_in_place_of_an_envelope_is_refused_and_what_stands_beside_it_is_read(envelope, compact):
     params = {"coterie": envelope, "remote": {"counts": "of something else"}, "counts": "AAAA"}
     handoff = engine.handoff(reply(params, compact=compact))
     assert json.loads(bytes(handoff.params["remote"])) == {"counts": "of something else"}

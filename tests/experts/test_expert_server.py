@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from coterie.core import ModelGeometry
 from coterie.errors import InputError, UnsupportedError
-from coterie.experts.protocol import Dtype, Request, Status
-from coterie.experts.server import ExpertServer, ModelingKernel, check_held, load_experts, parse_experts, placed_experts
-from coterie.experts.server.batches import from_float32, merge, to_float32
+from coterie.experts.members import placed_experts
+from coterie.experts.protocol import Dtype, Request, Status, from_float32, to_float32
+from coterie.experts.server import ExpertServer, ModelingKernel, check_held, load_experts, parse_experts
+from coterie.experts.server.batches import merge
 from coterie.experts.server.kernels import make_kernel
 from coterie.modeling import prepare
 from coterie.modeling.expert_tensors import ExpertFiles

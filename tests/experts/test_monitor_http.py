@@ -94,7 +94,7 @@ def test_a_monitor_that_ends_takes_nothing_away_and_a_new_one_learns_all_again(c
         servers = [closing(FakeServer(url, name, "01")) for name in "ab"]
         until(lambda: states(follower) == {"a": "serving", "b": "serving"})
         before = follower.view
-    assert until(lambda: follower._problem)
+    assert until(lambda: follower.problem)
     assert follower.view is before
     servers[1].registration.close()  # it ends while nobody is told
     assert states(follower) == {"a": "serving", "b": "serving"}

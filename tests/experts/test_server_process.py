@@ -7,6 +7,7 @@ import contextlib
 import json
 import signal
 import socket
+import struct
 import threading
 import time
 from pathlib import Path
@@ -109,6 +110,11 @@ def test_a_client_that_does_not_know_the_server_s_experts_is_told(pool):
 
 def test_what_a_server_has_done_is_shown_where_it_ran_and_at_the_monitor(pool):
     before = pool.high.get("/load").json()
+    client = SharedClient(pool.high.shared)
+    pending = client.post(random_request(0, 1))
+    struct.pack_into("<I", client._slot._bytes, 64 + 24, 9)  # a layer that the model does not have
+    assert pending.wait(time.monotonic() + DEADLINE_S).status in (Status.MALFORMED, Status.STALE, Status.ABSENT)
+    client.close()
     request = random_request(3, 5, (6, 7), epoch=pool.high.config["since"], layer=1)
     ask(pool.high, request)
     after = until(lambda: after if (after := pool.high.get("/load").json())["batches"] > before["batches"] else None)
@@ -143,6 +149,15 @@ def test_clients_of_a_bench_ask_for_all_layers_and_its_table_has_a_row_for_each_
     assert calls([BenchRow(4, 10.0, 0.5, 2.25, None)]).rows == (("4", "10", "40", "0.500", "2.250", "-"),)
 
 
+def test_a_bench_whose_servers_cannot_be_asked_ends_with_that(checkpoint, pool, monkeypatch):
+    def counts(monitor):
+        raise EngineError("a server was lost")
+
+    monkeypatch.setattr("coterie.experts.bench._counts", counts)
+    with pytest.raises(EngineError, match="a server was lost"):  # while its clients wait for it
+        measure(BenchConfig(checkpoint, pool.monitor, tokens=(1,), seconds=0.1))
+
+
 def test_what_a_client_of_a_bench_meets_is_its_error(tmp_path):
     with pytest.raises(InputError, match=r"config\.json: cannot be read"):
         measure(BenchConfig(tmp_path, "http://127.0.0.1:1"))
@@ -166,7 +181,7 @@ def test_a_server_that_is_told_to_end_says_so_and_serves_clients_that_have_nobod
 
 @pytest.mark.slow
 def test_a_second_signal_ends_at_once_however_busy_clients_are(checkpoint):
-    with expert_server(checkpoint) as server:
+    with expert_server(checkpoint, "--drain", "3600") as server:
         client, over = SharedClient(server.shared), threading.Event()
 
         def keep_asking():
@@ -217,7 +232,7 @@ def test_what_cannot_be_served_is_one_error(checkpoint):
         ServeConfig(checkpoint, slots=0)
     with pytest.raises(ConfigError, match="give --tcp-port, too"):
         ServeConfig(checkpoint, tcp_host="127.0.0.1")
-    with pytest.raises(ConfigError, match=r"would look for 0\.0\.0\.0; give --host an address"):
+    with pytest.raises(ConfigError, match=r"would look for '0\.0\.0\.0'; give --host an address"):
         ServeConfig(checkpoint, host="0.0.0.0", tcp_port=0, monitor="http://127.0.0.1:8100")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         result = CliRunner().invoke(serve, [str(checkpoint), "--tcp-port", str(taken.getsockname()[1])])

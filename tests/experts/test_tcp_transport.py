@@ -20,6 +20,7 @@ from coterie.errors import EngineError, GoneError, InputError, WireError
 from coterie.experts.protocol import Dtype, Reply, Request, SlotShape, Status, frames
 from coterie.experts.transport import Intake, SharedClient, SharedServer
 from coterie.experts.transport.tcp import TcpClient, TcpServer, server
+from running_monitor import until
 
 SHAPE = SlotShape(tokens=4, hidden=8, top_k=2, layers=2, experts=4)
 LARGE = SlotShape(tokens=4096, hidden=1024, top_k=2, layers=2, experts=4)  # 16 MiB, more than sockets hold
@@ -83,14 +84,6 @@ def busy():
     """A server that a thread runs."""
     with serving(compute=doubled) as one:
         yield one
-
-
-def until(condition):
-    deadline_s = time.monotonic() + DEADLINE_S
-    while not (found := condition()):
-        assert time.monotonic() < deadline_s
-        time.sleep(0.001)
-    return found
 
 
 @contextlib.contextmanager
@@ -448,7 +441,7 @@ def test_a_thread_that_stops_by_itself_stops_the_server(idle, monkeypatch):
 
 OTHER = """
 import sys, time
-sys.path.append({tests!r})
+sys.path += {tests!r}
 from test_tcp_transport import *
 {script}
 """
@@ -457,7 +450,7 @@ from test_tcp_transport import *
 @contextlib.contextmanager
 def other_process(script):
     """Another process that runs a script, and its first line of output."""
-    code = OTHER.format(tests=str(Path(__file__).parent), script=script)
+    code = OTHER.format(tests=[str(folder) for folder in Path(__file__).parents[:2]], script=script)
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     try:
         yield process, process.stdout.readline().strip()

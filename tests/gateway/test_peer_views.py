@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coterie.core import ModelGeometry, RouteRequest, WorkerState
+from coterie.counting import KERNEL
 from coterie.errors import InputError, WireError
 from coterie.gateway.peers.heard import DECODE, Heard, Own
 from coterie.gateway.peers.message import (
@@ -22,7 +23,7 @@ from coterie.gateway.peers.message import (
 )
 from coterie.gateway.peers.pace import Pace
 from coterie.routing import Ledger, Load
-from coterie.routing.marginal_batches import LEAST_IN_ROW, row_of
+from coterie.routing.marginal_batches import LEAST_IN_ROW
 from coterie.routing.shared_batches import SharedBatches
 from coterie.routing.shared_load import MOST_WORKERS, Board, key_of
 
@@ -262,7 +263,7 @@ def test_sums_that_requests_cannot_have_are_refused(gateway, batches, words):
 @given(st.integers(1, 300), st.integers(0, 100))
 @settings(deadline=None, max_examples=30)
 def test_sums_of_any_size_come_as_they_were(requests, seed):
-    least = row_of(np.array([1 - 1e-6], np.float32)).astype(np.int64)[0]
+    least = KERNEL.row(np.array([1 - 1e-6], np.float32)).astype(np.int64)[0]
     sums = np.random.default_rng(seed).integers(requests * least, 1, 8)
     message = said([requests], batches={KEYS[0]: (requests, sums)})
     figures = figures_of(message)

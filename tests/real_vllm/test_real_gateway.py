@@ -462,7 +462,11 @@ def test_a_decode_server_that_dies_or_hangs_amid_a_stream_costs_no_token(cluster
 
 
 def test_a_decode_server_that_hangs_before_a_request_is_sent_costs_a_wait(cluster, impatient):
-    expected = told(stream_story(impatient))
+    def waits() -> int:
+        lines = metric_lines(cluster, impatient, "coterie_retries_total")
+        return sum(int(float(line.rsplit(" ", 1)[1])) for line in lines if 'role="decode"' in line)
+
+    expected, before = told(stream_story(impatient)), waits()
     victim = cluster.members("decode")[0]
     strike(victim, signal.SIGSTOP)
     try:
@@ -470,6 +474,7 @@ def test_a_decode_server_that_hangs_before_a_request_is_sent_costs_a_wait(cluste
             assert told(stream_story(impatient)) == expected
     finally:
         strike(victim, signal.SIGCONT)
+    assert waits() > before
     assert_recovered(cluster, impatient, expected)
 
 
@@ -490,6 +495,7 @@ def test_with_the_only_prefill_server_dead_requests_get_a_clear_error_and_stream
             one.join()
 
     assert told(stream_story(impatient, amid)) == expected  # its KV was fetched before
+    assert len(refused) == 3
     for reply in refused:
         assert reply.status_code in (502, 503), reply.text
         assert reply.json()["error"]["message"]

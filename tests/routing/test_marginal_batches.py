@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coterie.core import ExpertCounts, ModelGeometry
-from coterie.routing.marginal_batches import MOST, LiveBatches, MeanUsage, row_of, usage_of
+from coterie.counting import KERNEL
+from coterie.routing.marginal_batches import MOST, LiveBatches, MeanUsage, usage_of
 
 GEOMETRY = ModelGeometry(layers=1, experts=4, top_k=2)
 
@@ -116,7 +117,7 @@ class Heard:
 def test_batches_are_the_same_whoever_holds_a_request_once_it_is_taken_in():
     others = Heard()
     mine, alone = LiveBatches(["a", "b"], GEOMETRY, others), LiveBatches(["a", "b"], GEOMETRY)
-    row, more = join(mine, "b", 0.5, 0, 0.5, 0), row_of(usage(0.25, 0.5, 0, 0))
+    row, more = join(mine, "b", 0.5, 0, 0.5, 0), KERNEL.row(usage(0.25, 0.5, 0, 0))
     join(alone, "b", 0.5, 0, 0.5, 0)
     others.news = [(1, 2, 2 * more.astype(np.int64))]
     assert mine.active == alone.active

@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import time
 from pathlib import Path
 
 import httpx
@@ -15,6 +14,7 @@ from coterie.experts.monitor.messages import Status
 from coterie.up.cluster import Cluster
 from coterie.up.config import load_cluster_config
 from coterie.up.experts_demo import DemoOptions, ExpertsDemo, phases
+from running_monitor import until
 
 pytestmark = pytest.mark.slow
 
@@ -49,13 +49,6 @@ def serving(cluster):
     return sorted(
         row.name for row in ask(cluster.monitor_url, "GET", "/status", Status).servers if row.state == "serving"
     )
-
-
-def until(look):
-    end_s = time.monotonic() + 60
-    while not look():
-        assert time.monotonic() < end_s, "it never came"
-        time.sleep(0.05)
 
 
 def test_the_demo_kills_and_adds_a_server_and_no_request_fails(cluster):

@@ -18,17 +18,17 @@ _SIZE, _FLOAT, _ARRAY = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 _FUNCTIONS: Functions = {
     "coterie_conserves": (ctypes.c_int, (_ARRAY, *[_SIZE] * 3, *[ctypes.c_uint64] * 2)),
     "coterie_base64": (ctypes.c_int, (_ARRAY, _SIZE, _ARRAY, _SIZE)),
-    "coterie_usage": (ctypes.c_int, (_ARRAY, _SIZE, _SIZE, _FLOAT, _FLOAT, _ARRAY)),
-    "coterie_row": (ctypes.c_int, (_ARRAY, _SIZE, _ARRAY)),
-    "coterie_blend": (ctypes.c_int, (_ARRAY, _ARRAY, _SIZE, _FLOAT)),
+    "coterie_usage": (None, (_ARRAY, _SIZE, _SIZE, _FLOAT, _FLOAT, _ARRAY)),
+    "coterie_row": (None, (_ARRAY, _SIZE, _ARRAY)),
+    "coterie_blend": (None, (_ARRAY, _ARRAY, _SIZE, _FLOAT)),
     "coterie_grow": (ctypes.c_double, (_ARRAY, _ARRAY, _SIZE, _SIZE)),
     "coterie_similar": (
         ctypes.c_double,
         (_ARRAY, _SIZE, _ARRAY, _SIZE, _SIZE, _ARRAY, _ARRAY, _ARRAY, _SIZE, _ARRAY),
     ),
     "coterie_join": (ctypes.c_double, (_ARRAY, _SIZE, *[_ARRAY] * 3, _FLOAT, _ARRAY)),
-    "coterie_compose": (ctypes.c_int, (*[_ARRAY] * 3, _SIZE, _FLOAT, _FLOAT)),
-    "coterie_products": (ctypes.c_int, (_ARRAY, _SIZE, _ARRAY, _SIZE, _ARRAY)),
+    "coterie_compose": (None, (*[_ARRAY] * 3, _SIZE, _FLOAT, _FLOAT)),
+    "coterie_products": (None, (_ARRAY, _SIZE, _ARRAY, _SIZE, _ARRAY)),
 }
 
 _Counts = npt.NDArray[np.unsignedinteger[Any]]
@@ -128,7 +128,7 @@ class NativeSimilarity:
         squares: float = self._call(
             *(_address(counts), counts.itemsize, *self._layers, counts.shape[-1], self._weights), *self._places
         )
-        return self._products, sqrt(squares)
+        return self._products.copy(), sqrt(squares)
 
     def _use(self, vectors: _Floats) -> None:
         """Look up where these vectors are, and make room for what is computed with them."""

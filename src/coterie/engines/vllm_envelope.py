@@ -26,7 +26,8 @@ def cut_out(reply: bytes) -> tuple[bytes, bytes]:
     The whole reply and nothing, where there is no such string or it has escapes.  The counts are the envelope's if
     `lacks_counts` says so.
     """
-    found = _COUNTS.search(reply, max(reply.find(_KEY), 0))
+    key = reply.find(_KEY)
+    found = None if key < 0 else _COUNTS.search(reply, key)
     if found is None:
         return reply, b""
     start = found.end()

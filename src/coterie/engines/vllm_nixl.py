@@ -12,7 +12,7 @@ that must go on.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -427,34 +427,41 @@ def _why_undividable(path: str, sampling: Fields, prompt: bytes) -> str | None:
     """
     if not _DIALECTS[path].divides:
         return "path"
-    if not _UNDIVIDABLE.isdisjoint(sampling) and (why := _why_sampling_undividable(sampling)) is not None:
-        return why
+    for name, why in _UNDIVIDABLE.items():
+        if name in sampling and (said := why(sampling, name)) is not None:
+            return said
     if path == COMPLETIONS and _several_prompts(prompt):
         return "several prompts in one request"
     return None
 
 
-_UNDIVIDABLE = frozenset(
-    ("n", "best_of", "use_beam_search", "prompt_logprobs", "prompt_logprob_token_ids", "echo", "truncate_prompt_tokens")
-)
-"""Sampling fields that may say so; most requests have none of them."""
+def _more_than_one(sampling: Fields, name: str) -> str | None:
+    value = _read(sampling, name, _optional_int)
+    return f"{name} > 1" if value is not None and value > 1 else None
 
 
-def _why_sampling_undividable(sampling: Fields) -> str | None:
-    for name in ("n", "best_of"):
-        value = _read(sampling, name, _optional_int)
-        if value is not None and value > 1:
-            return f"{name} > 1"
-    if _read(sampling, "use_beam_search", _optional_bool):
-        return "beam search"
-    for name in ("prompt_logprobs", "prompt_logprob_token_ids"):
-        if bytes(sampling.get(name, b"null")) != b"null":
-            return "prompt_logprobs"
-    if _read(sampling, "echo", _optional_bool):
-        return "echo"
-    if bytes(sampling.get("truncate_prompt_tokens", b"")).startswith(b"-"):
-        return "truncate_prompt_tokens < 0"
-    return None
+def _is_set(why: str) -> Callable[[Fields, str], str | None]:
+    return lambda sampling, name: why if _read(sampling, name, _optional_bool) else None
+
+
+def _is_given(sampling: Fields, name: str) -> str | None:
+    return None if bytes(sampling[name]) == b"null" else "prompt_logprobs"
+
+
+def _is_negative(sampling: Fields, name: str) -> str | None:
+    return f"{name} < 0" if bytes(sampling[name]).startswith(b"-") else None
+
+
+_UNDIVIDABLE: Mapping[str, Callable[[Fields, str], str | None]] = {
+    "n": _more_than_one,
+    "best_of": _more_than_one,
+    "use_beam_search": _is_set("beam search"),
+    "prompt_logprobs": _is_given,
+    "prompt_logprob_token_ids": _is_given,
+    "echo": _is_set("echo"),
+    "truncate_prompt_tokens": _is_negative,
+}
+"""Sampling fields for which a request may not be divided, and what finds out why."""
 
 
 def _several_prompts(prompt: bytes) -> bool:

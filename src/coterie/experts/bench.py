@@ -6,7 +6,6 @@ import multiprocessing
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
@@ -95,7 +94,7 @@ def measure(config: BenchConfig) -> list[BenchRow]:
         for one in asked:
             one.add_done_callback(lambda done: barrier.abort() if done.exception() else None)
         counts: list[tuple[int, int]] = []
-        with suppress(BrokenBarrierError):  # a client says why
+        try:
             for _ in config.tokens:
                 barrier.wait()
                 before = _counts(config.monitor)
@@ -103,6 +102,11 @@ def measure(config: BenchConfig) -> list[BenchRow]:
                 barrier.wait()
                 after = _counts(config.monitor)
                 counts.append((after[0] - before[0], after[1] - before[1]))
+        except BrokenBarrierError:
+            pass  # a client says why
+        except BaseException:
+            barrier.abort()  # the clients wait there
+            raise
         times = _results(asked)
     return [_row(config, *row) for row in zip(config.tokens, zip(*times, strict=True), counts, strict=True)]
 

@@ -29,6 +29,9 @@ class Follower:
         name: of this client, for people.
         on_view: told of each new view, from the thread, before others see it.
 
+    Attributes:
+        problem: why the monitor is not followed now; empty while it is.
+
     Raises:
         ConfigError: `monitor` is no URL.
     """
@@ -39,7 +42,7 @@ class Follower:
         self._view = View()
         self._news = threading.Condition()
         self._lines: HeldLines | None = None
-        self._problem = ""
+        self.problem = ""
         self._closed = threading.Event()
         self._reports: queue.SimpleQueue[Report | None] = queue.SimpleQueue()
         self._threads = [
@@ -89,15 +92,15 @@ class Follower:
                 problem = f"the expert monitor at {self._monitor} ended the connection"
             except EngineError as error:
                 problem = str(error)
-            if not self._closed.wait(RETRY_S) and problem != self._problem:
+            if not self._closed.wait(RETRY_S) and problem != self.problem:
                 _log.warning("%s; going on with the servers that are known", problem)
-                self._problem = problem
+                self.problem = problem
 
     def _take_all(self, lines: HeldLines) -> None:
         for message in lines:
-            if self._problem:
+            if self.problem:
                 _log.info("the expert monitor is back")
-                self._problem = ""
+                self.problem = ""
             view = self._view.apply(message)
             if view is not self._view:
                 self._on_view(view)

@@ -9,6 +9,7 @@ from typing import Literal
 
 from coterie.core import MAX_EXPERTS, MAX_LAYERS
 from coterie.errors import InputError
+from coterie.placement import Placement
 
 Phase = Literal["joining", "serving", "draining"]
 """What a server says of itself: not ready yet, ready, about to leave."""
@@ -118,3 +119,14 @@ def best_owners(members: Sequence[Member]) -> list[list[tuple[Server, ...]]]:
 
 def _best(owners: Mapping[State, Sequence[Server]]) -> tuple[Server, ...]:
     return tuple(next((owners[state] for state in _ASKED if state in owners), ()))
+
+
+def placed_experts(placement: Placement, rank: int) -> Held:
+    """The experts that a placement gives to a rank.
+
+    Raises:
+        InputError: there is no such rank.
+    """
+    if not 0 <= rank < placement.ranks:
+        raise InputError(f"placement: rank {rank} of {placement.ranks}")
+    return tuple(tuple(sorted(placement.held(layer, rank))) for layer in range(placement.layers))

@@ -81,9 +81,7 @@ class Registration:
         ConfigError: `monitor` is no URL.
     """
 
-    def __init__(
-        self, monitor: str, account: Callable[[], Account], on_welcome: Callable[[Welcome], None] | None = None
-    ) -> None:
+    def __init__(self, monitor: str, account: Callable[[], Account], on_welcome: Callable[[Welcome], None]) -> None:
         check_url(monitor)
         self._monitor, self._account, self._on_welcome = monitor, account, on_welcome
         self._registrant, self._problem = Registrant(), ""
@@ -136,8 +134,7 @@ class Registration:
             _log.info("the expert monitor is back")
             self._problem = ""
         self._registrant.welcomed(account, welcome)
-        if self._on_welcome:
-            self._on_welcome(welcome)
+        self._on_welcome(welcome)
 
     def _failed(self, problem: str) -> float:
         if problem != self._problem:

@@ -62,13 +62,8 @@ def usage_of(counts: ExpertCounts) -> Usage:
     return KERNEL.usage(counts.counts, counts.covered, MOST)
 
 
-def row_of(usage: Usage) -> Row:
-    """What a request brings to its batch."""
-    return KERNEL.row(usage)
-
-
-LEAST_IN_ROW = int(row_of(np.array([MOST], np.float32))[0])
-"""What a request brings for an expert that it uses as likely as can be; alike on all hosts, whatever computes it."""
+LEAST_IN_ROW = -14_472_784
+"""The least that a request brings for an expert: 2^20 log(1 - MOST), and room for the rounding of other hosts."""
 
 
 class LiveBatches:

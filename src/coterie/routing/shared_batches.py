@@ -239,8 +239,8 @@ class HeldBatches:
     def take(self) -> dict[int, tuple[int, Sums]]:
         """Requests and sums of the groups that have any, by the `key_of` their identity.
 
-        Processes that are at another model than the first are left out.  What is just being changed is as it was at
-        the last call.
+        Processes that are at another model than one of them, whichever was met first, are left out.  What is just
+        being changed is as it was at the last call.
         """
         self._files.follow(self._announcements.first(self._rows))
         shapes = [words.shape for words in self._files.opened.values()]

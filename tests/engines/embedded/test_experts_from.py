@@ -11,7 +11,7 @@ import pytest
 from workers import TINY, running
 
 from expert_processes import expert_server
-from running_monitor import running_monitor
+from running_monitor import running_monitor, until
 
 pytestmark = pytest.mark.slow  # five processes
 
@@ -77,9 +77,9 @@ def test_streams_go_on_with_the_same_tokens_when_one_of_two_replicas_is_killed(w
     before = servers[1].get("/load").json()["requests"]["computed"]
     for thread in threads:
         thread.start()
-    while servers[1].get("/load").json()["requests"]["computed"] < before + 20:  # in the middle of both
-        pass
+    until(lambda: servers[1].get("/load").json()["requests"]["computed"] >= before + 20)
     os.kill(servers[1].process.pid, signal.SIGKILL)
+    assert any(thread.is_alive() for thread in threads), "it was killed after the streams"
     for thread in threads:
         thread.join()
     assert got == expected

@@ -30,7 +30,7 @@ from coterie.engines.embedded.step_log import StepLog
 from coterie.engines.embedded.text import Tokenizer
 from coterie.engines.embedded.worker import Worker, WorkerRole
 from coterie.errors import ConfigError, EngineError
-from coterie.http_server import listen, serving_app, url_of
+from coterie.http_server import is_any, listen, serving_app, url_of
 from coterie.latency import StepPoint
 from coterie.modeling import Model, RemoteExperts, prepare
 from coterie.modeling.prepare import Progress, open_weights
@@ -38,7 +38,6 @@ from coterie.modeling.prepare import Progress, open_weights
 OnDecode = Callable[[StepPoint], None]
 """Is told of each decode step."""
 
-_ANY = ("", "0.0.0.0", "::")  # noqa: S104 - refused
 _GRACE_S = 2
 _LOOK_S = 0.5
 _SWITCH_S = 0.0005  # the event loop waits so long for the engine's thread; by default ten times as long, a whole step
@@ -98,7 +97,7 @@ class WorkerConfig:
     log_steps: Path | None = None
 
     def __post_init__(self) -> None:
-        if self.kv_host in _ANY:
+        if is_any(self.kv_host):
             raise ConfigError(
                 f"--kv-host {self.kv_host}: decode workers are told this address; name one they can reach"
             )

@@ -13,13 +13,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
 from coterie.experts.client.links import Link, Pending
 from coterie.experts.client.parts import Floats, Ids, Part, total, whole
 from coterie.experts.client.table import Server
-from coterie.experts.protocol import Dtype, Request
+from coterie.experts.protocol import Dtype, Request, to_float32
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,7 +86,7 @@ class Call:
     def summed(self, flight: Flight, sums: npt.NDArray[Any]) -> None:
         """The reply to a part came."""
         self.flying.remove(flight)
-        self._summed.append((flight.part, _widened(sums, self._dtype)))
+        self._summed.append((flight.part, to_float32(sums, self._dtype)))
 
     def returned(self, flight: Flight, why: str) -> None:
         """The reply to a part will not come."""
@@ -98,10 +97,3 @@ class Call:
     def total(self) -> Floats:
         """`[T, H]` float32 sums of a call that is done."""
         return total(len(self._hidden), self._summed)
-
-
-def _widened(sums: npt.NDArray[Any], dtype: Dtype) -> Floats:
-    """As float32; the upper half of one is a 16-bit brain float."""
-    if dtype is Dtype.BFLOAT16:
-        return (sums.astype(np.uint32) << 16).view(np.float32)
-    return sums.astype(np.float32, copy=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import threading
 import time
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from coterie.experts.protocol import Reply, Request
 from coterie.experts.protocol.frames import TOKEN_BYTES
 from coterie.experts.transport import SharedClient
 from coterie.experts.transport.tcp import TcpClient
+from coterie.http_server import is_any
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class Connector:
         if len(token) != TOKEN_BYTES:
             raise WireError(f"expert server {server.name}: id {offer.id!r}; need {TOKEN_BYTES} bytes")
         host = offer.tcp.host
-        if _is_any(host):
+        if is_any(host):
             host = urlsplit(server.url).hostname or host
         return TcpClient((host, offer.tcp.port), token, server.name, self._unsent)
 
@@ -130,10 +130,3 @@ def _is_here(server: Server) -> bool:
 def _close(made: Future[Link]) -> None:
     if made.exception() is None:
         made.result().close()
-
-
-def _is_any(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_unspecified
-    except ValueError:
-        return False

@@ -84,10 +84,11 @@ class MonitoredDirectory:
         if not lacking:
             return None
         known = ", ".join(f"{member.server.name} ({member.state}, {member.server.kind})" for member in view.all)
+        why = self._follower.problem or f"the monitor knows {known or 'none'}"
         layer, expert = lacking[0]
         return (
             f"{len(lacking)} experts of {self._geometry} have no server, layer {layer} expert {expert} first; "
-            f"the monitor knows {known or 'none'}"
+            f"{why}; start servers of them: coterie experts serve MODEL --experts WHICH --monitor URL"
         )
 
 

@@ -107,7 +107,7 @@ class HeldLines:
             self._connection.request("GET", self._path)
             answer = self._connection.getresponse()
             if answer.status != 200:
-                raise EngineError(f"the expert monitor at {self._url} answered {answer.status}")
+                raise RefusedError(_read(self._url, answer.read(MAX_LINE_BYTES), Problem).problem, answer.status)
             while line := answer.readline(MAX_LINE_BYTES):
                 yield _read(self._url, line, _ANY_MESSAGE)
         except (OSError, ValueError, http.client.HTTPException) as error:

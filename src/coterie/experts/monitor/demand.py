@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from coterie.errors import InputError
-from coterie.experts.members import Held, Server
+from coterie.experts.members import Held, Server, placed_experts
 from coterie.experts.monitor.messages import Load, Suggestion
 from coterie.placement import balance
 
@@ -114,10 +114,7 @@ def suggest(servers: Sequence[Server], rates: Floats) -> Suggestion:
         raise InputError("placement: no server that serves has had any load yet")
     load = rates.sum(axis=0)
     placement = balance(load, [max(map(len, one.held)) for one in servers])
-    held: dict[str, Held] = {
-        one.id: tuple(tuple(sorted(placement.held(layer, rank))) for layer in range(placement.layers))
-        for rank, one in enumerate(servers)
-    }
+    held: dict[str, Held] = {one.id: placed_experts(placement, rank) for rank, one in enumerate(servers)}
     then = imbalance(placement.loads(load).T)
     assert then is not None
     return Suggestion(now, then, held)

@@ -32,9 +32,9 @@ class Load(msgspec.Struct, frozen=True):
 
     Attributes:
         tokens: pairs of token and expert, for each expert in the order of the server's `held`.
-        requests: that it answered.
+        requests: that it computed.
         batches: in which it computed them.
-        queue: requests that are ready now.
+        queue: requests that wait or are computed now.
         memory_bytes: of the process.
     """
 

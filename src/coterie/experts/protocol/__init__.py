@@ -3,6 +3,7 @@
 `rules` says who may do what to a slot, and in which order; `layout` says where a slot's parts lie in memory.
 """
 
+from coterie.experts.protocol.floats import from_float32, to_float32
 from coterie.experts.protocol.layout import Dtype, Reply, Request, SlotShape, Status
 from coterie.experts.protocol.rules import (
     NOBODY,
@@ -32,11 +33,13 @@ __all__ = [
     "Word",
     "answer",
     "claim",
+    "from_float32",
     "is_stale",
     "pick_up",
     "post",
     "release",
     "sweep",
     "take",
+    "to_float32",
     "withdraw",
 ]

@@ -1,6 +1,6 @@
 """An expert server: loads its experts, computes what clients ask of them, and says how busy it is."""
 
-from coterie.experts.server.holdings import Holding, check_held, load_experts, parse_experts, placed_experts
+from coterie.experts.server.holdings import Holding, check_held, load_experts, parse_experts
 from coterie.experts.server.kernels import Kernel, ModelingKernel
 from coterie.experts.server.server import ExpertServer
 
@@ -12,5 +12,4 @@ __all__ = [
     "check_held",
     "load_experts",
     "parse_experts",
-    "placed_experts",
 ]

@@ -71,8 +71,7 @@ def report(serving: Serving) -> dict[str, Any]:
         "since": serving.server.holding.since,
         "clients": serving.intake.clients,
         "queue": serving.intake.waiting,
-        "requests": {status.name.lower(): count for status, count in usage.requests.items()}
-        | {"malformed": serving.intake.malformed},
+        "requests": serving.requests,
         "batches": usage.batches,
         "merged": usage.merged,
         "tokens": usage.tokens,

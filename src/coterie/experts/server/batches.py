@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from coterie.experts.protocol import Dtype, Request
+from coterie.experts.protocol import Dtype, Request, from_float32, to_float32
 from coterie.modeling.tiles import Floats
 
 MOST_TOKENS = 2048
@@ -84,22 +84,3 @@ def _join(members: tuple[int, ...], requests: tuple[Request, ...]) -> Batch:
 
 def _stacked(arrays: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
-
-
-def to_float32(values: npt.NDArray[Any], dtype: Dtype) -> Floats:
-    """Values of a request, exactly."""
-    if dtype is Dtype.BFLOAT16:
-        return (values.astype(np.uint32) << 16).view(np.float32)
-    return values.astype(np.float32, copy=False)
-
-
-def from_float32(values: Floats, dtype: Dtype) -> npt.NDArray[Any]:
-    """Values for a reply, rounded to the nearest, ties to the even one; beyond the largest they are infinite."""
-    if dtype is Dtype.FLOAT32:
-        return values
-    if dtype is Dtype.BFLOAT16:
-        bits = values.view(np.uint32)
-        rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
-        return np.where(np.isnan(values), np.uint32(0x7FC0), rounded).astype(np.uint16)
-    with np.errstate(over="ignore"):
-        return values.astype(dtype.numpy, copy=False)

@@ -15,7 +15,6 @@ from coterie.errors import InputError
 from coterie.experts.members import Held
 from coterie.experts.server.kernels import Kernel, WeightsT
 from coterie.modeling.expert_tensors import ExpertFiles
-from coterie.placement import Placement
 
 Places = npt.NDArray[np.int64]
 Progress = Callable[[int, int], None]
@@ -81,17 +80,6 @@ def parse_experts(text: str, geometry: ModelGeometry) -> Held:
             )
         layers[number] = _ranges(ranges)
     return check_held(tuple(layers.get(layer, ()) for layer in range(geometry.layers)), geometry)
-
-
-def placed_experts(placement: Placement, rank: int) -> Held:
-    """The experts that a placement gives to a rank.
-
-    Raises:
-        InputError: there is no such rank.
-    """
-    if not 0 <= rank < placement.ranks:
-        raise InputError(f"placement: rank {rank} of {placement.ranks}")
-    return tuple(tuple(sorted(placement.held(layer, rank))) for layer in range(placement.layers))
 
 
 def check_held(held: Held, geometry: ModelGeometry) -> Held:

@@ -42,6 +42,6 @@ class ServerMetrics(Collector):
         for name, (text, value) in gauges.items():
             yield GaugeMetricFamily(_PREFIX + name, text, value=value)
         requests = CounterMetricFamily(_PREFIX + "requests", "Requests, by what became of them.", labels=("status",))
-        for status, count in usage.requests.items():
-            requests.add_metric([status.name.lower()], count)
+        for status, count in self._serving.requests.items():
+            requests.add_metric([status], count)
         yield requests

@@ -21,7 +21,7 @@ import uvloop
 from coterie.errors import ConfigError, EngineError
 from coterie.experts.members import Held, Phase, Server
 from coterie.experts.monitor.messages import Load, Welcome
-from coterie.experts.protocol import SlotShape
+from coterie.experts.protocol import SlotShape, Status
 from coterie.experts.registration import Account, Registration
 from coterie.experts.server.app import app, resident_bytes
 from coterie.experts.server.holdings import Progress, load_experts, parse_experts
@@ -30,13 +30,12 @@ from coterie.experts.server.paced import PacedKernel
 from coterie.experts.server.server import ExpertServer
 from coterie.experts.transport import Intake, SharedServer
 from coterie.experts.transport.tcp import TcpServer
-from coterie.http_server import listen, serving_app, url_of
+from coterie.http_server import is_any, listen, serving_app, url_of
 from coterie.modeling.expert_tensors import ExpertFiles, ExpertModel, read_expert_model
 from coterie.modeling.model import keep_freed_memory
 
 QUIET_S = 1.0
 """A draining server that is not needed ends after so long without a request."""
-_ANY = ("0.0.0.0", "::")  # noqa: S104 - refused
 _LOOK_S = 0.1
 _GRACE_S = 2
 _SWITCH_S = 0.0005  # the computing thread waits so long for the HTTP side; by default ten times as long
@@ -85,9 +84,9 @@ class ServeConfig:
                 raise ConfigError(f"expert server: {name} is {getattr(self, name)}; it must be at least {least}")
         if self.tcp_host is not None and self.tcp_port is None:
             raise ConfigError(f"expert server: tcp_host is {self.tcp_host}, without a port; give --tcp-port, too")
-        if self.tcp_port is not None and self.monitor and self.host in _ANY:
+        if self.tcp_port is not None and self.monitor and is_any(self.host):
             raise ConfigError(
-                f"expert server: clients of other hosts would look for {self.host}; give --host an address"
+                f"expert server: clients of other hosts would look for {self.host!r}; give --host an address"
             )
 
 
@@ -200,6 +199,12 @@ class Serving:
         """Whether no client has asked for a while."""
         return time.monotonic() - self._asked_s > QUIET_S
 
+    @property
+    def requests(self) -> dict[str, int]:
+        """Requests so far, by what became of them."""
+        counts = self.server.usage.requests | {Status.MALFORMED: self.intake.malformed}
+        return {status.name.lower(): count for status, count in counts.items()}
+
     def load(self) -> Load:
         """What it has done, as the monitor is told."""
         usage, held = self.server.usage, self.server.holding.held
@@ -283,6 +288,7 @@ def _registered(process: ServerProcess, url: str) -> Iterator[Registration | Non
     if process.config.monitor is None:
         yield None
         return
+    process.account(url)  # what is wrong with it is an error here, and not one of the thread
     registration = Registration(process.config.monitor, lambda: process.account(url), process.welcomed)
     registration.start()
     try:

@@ -22,7 +22,7 @@ class Usage:
     """Counts since the server started; one thread writes.
 
     Attributes:
-        requests: by status.
+        requests: by status; those that could not be read do not come this far.
         batches: how many were computed.
         merged: how many requests were in them.
         tokens: how many tokens were in them.

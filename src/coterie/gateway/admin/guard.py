@@ -40,7 +40,7 @@ def serving_admin(
 
 
 def by_address(app: ASGIApp) -> ASGIApp:
-    """The same application, for those alone who ask for it by an address of this machine.
+    """The same application, for those alone who ask for it by an IP address, or as localhost.
 
     A page of another site can have its own name stand for 127.0.0.1: to a browser on this machine, the admin side is
     then of that page's origin (DNS rebinding).  The name that was asked for is what gives it away.

@@ -61,12 +61,13 @@ class Worker:
         transfer: how a decode worker comes by KV, as far as it has shown.
     """
 
-    __slots__ = ("alarm", "breaker", "met", "name", "pool", "problems", "role", "transfer", "url")
+    __slots__ = ("alarm", "breaker", "identity", "met", "name", "pool", "problems", "role", "transfer", "url")
 
     def __init__(self, name: str, role: Role, url: str, config: GatewayConfig, access: Access) -> None:
         self.name = name
         self.role = role
         self.url = url
+        self.identity = plain_url(url)
         self.pool = Pool(
             f"{role} worker {name}",
             url,
@@ -187,7 +188,7 @@ class Fleet:
         return self.workers[decision.worker], decision
 
     def _url_of(self, name: str) -> str:
-        return plain_url(self.workers[name].url)
+        return self.workers[name].identity
 
     def available(self) -> list[Worker]:
         """The workers that can be used now."""

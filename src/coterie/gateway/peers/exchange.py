@@ -22,7 +22,7 @@ from coterie.gateway.legs.upstream import Collected, Patience
 from coterie.gateway.metrics import Labelled
 from coterie.gateway.peers.heard import Heard, Own, View
 from coterie.gateway.peers.message import MEDIA, Message, Taken, message_of, write_message
-from coterie.gateway.peers.pace import Pace
+from coterie.gateway.peers.pace import PARTS, Pace
 from coterie.routing.shared_load import Board
 
 PATH = "/peers"
@@ -79,7 +79,7 @@ class Exchange(Collector):
         self.heard = Heard(self._own, self.identity, board, rows, config.peer_timeout_s)
         self.links = [_link(i, url, config, headers) for i, url in enumerate(config.peer)]
         self._patience = Patience(config.peer_timeout_s, config.peer_timeout_s)
-        self._look_s = Pace(config.exchange_s).look_s
+        self._look_s = config.exchange_s / PARTS
         self._sequence = 0
         self._messages = Labelled("coterie_peer_messages", "Messages to peers.", ("peer", "outcome"))
         self._said = Labelled("coterie_peer_messages_heard", "Messages of peers.", ("outcome",))

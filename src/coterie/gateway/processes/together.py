@@ -38,7 +38,7 @@ class Asked(Protocol):
 
 
 class Together(Protocol):
-    """The processes of a gateway; see `processes.Group`."""
+    """The processes of a gateway; see `parent.Group`."""
 
     config: GatewayConfig
     restarts: list[int]

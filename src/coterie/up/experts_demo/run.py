@@ -87,7 +87,7 @@ class ExpertsDemo:
         """
         self._began_s = time.monotonic()
         await self._look()
-        watching = asyncio.create_task(self._watch())
+        self._watching = asyncio.create_task(self._watch())
         try:
             async with self.load.running():
                 self._mark(f"{len(self._serving())} servers")
@@ -98,13 +98,15 @@ class ExpertsDemo:
                 await self._until(self._options.end_s)
                 self.ended_s = self.now()
         finally:
-            watching.cancel()
+            self._watching.cancel()
 
     # --- what is done ----------------------------------------------------------------------------------
 
     async def _until(self, at_s: float) -> None:
         while (left_s := at_s - self.now()) > 0:
             self._cluster.check()
+            if self._watching.done():
+                self._watching.result()  # it raises: the monitor does not answer
             await asyncio.sleep(min(left_s, _LOOK_S))
 
     def _kill(self, member: Member) -> None:
