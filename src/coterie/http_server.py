@@ -85,9 +85,14 @@ def port_of(listener: socket.socket) -> int:
     return int(listener.getsockname()[1])
 
 
+def authority(host: str, port: int) -> str:
+    """An address of either family, as URLs and `Host` have it."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def address_url(host: str, port: int, *, tls: bool = False) -> str:
-    """The URL of an address of either family."""
-    return f"http{'s' * tls}://" + (f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+    """The URL of an address."""
+    return f"http{'s' * tls}://{authority(host, port)}"
 
 
 def url_of(listener: socket.socket, *, tls: bool = False) -> str:

@@ -39,15 +39,15 @@ async def _answer(operation: Operation, request: Request) -> Response:
     body = None
     if operation.changes:
         _check_origin(request)
-        body = _read(operation, request, await _bounded_body(request, operation.max_bytes))
+        body = _read(operation, request, await bounded_body(request, operation.max_bytes))
     try:
         return await operation.handler(request, body)
     except NotServingError as error:
-        return _error(503, str(error), "unavailable_error", "starting")
+        return error_reply(503, str(error), "unavailable_error", "starting")
     except UnknownWorkerError as error:
-        return _error(404, str(error), "not_found_error", "unknown_worker")
+        return error_reply(404, str(error), "not_found_error", "unknown_worker")
     except (InputError, UnsupportedError) as error:
-        return _error(409, str(error), "invalid_request_error", "refused")
+        return error_reply(409, str(error), "invalid_request_error", "refused")
 
 
 def _check_origin(request: Request) -> None:
@@ -57,7 +57,12 @@ def _check_origin(request: Request) -> None:
         raise HTTPException(403, f"requests of pages of another origin ({origin}) are not taken")
 
 
-async def _bounded_body(request: Request, most: int) -> bytes:
+async def bounded_body(request: Request, most: int) -> bytes:
+    """The body of a request.
+
+    Raises:
+        HTTPException: 413, it is larger.
+    """
     parts, size = [], 0
     async for part in request.stream():
         parts.append(part)
@@ -87,7 +92,8 @@ def json_reply(value: Any, status: int = 200) -> Response:
     return Response(msgspec.json.encode(value), status, media_type=JSON)
 
 
-def _error(status: int, message: str, kind: str, code: str | None = None) -> Response:
+def error_reply(status: int, message: str, kind: str, code: str | None = None) -> Response:
+    """An error, in the shape of clients' errors."""
     return Response(error_body(message, kind, code=code), status, media_type=JSON)
 
 
@@ -96,14 +102,14 @@ async def refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
     message = "unknown path; /openapi.json lists all" if error.status_code == 404 else error.detail
-    reply = _error(error.status_code, message, kind)
+    reply = error_reply(error.status_code, message, kind)
     reply.headers.update(error.headers or {})
     return reply
 
 
 async def failed(request: Request, error: Exception) -> Response:
     """Answer a request that met a fault."""
-    return _error(500, "a fault inside the gateway; its log has the traceback", "internal_error")
+    return error_reply(500, "a fault inside the gateway; its log has the traceback", "internal_error")
 
 
 HANDLERS = {HTTPException: refused, Exception: failed}

@@ -12,7 +12,7 @@ from coterie.engines.base import Body
 from coterie.errors import ConfigError
 from coterie.gateway.edge.tls import worker_context
 from coterie.gateway.legs.upstream import Consumer, Patience, Upstream, UpstreamError
-from coterie.http_server import address_url
+from coterie.http_server import address_url, authority
 
 Address = tuple[str, int, bytes, bool]
 """Host, port and path prefix of a worker, and whether it speaks TLS."""
@@ -52,8 +52,7 @@ class Pool:
         self.heard_s = -math.inf
         self._host, self._port, self._prefix, tls = split_url(url)
         self._tls = worker_context(authorities) if tls else None
-        host = f"[{self._host}]" if ":" in self._host else self._host
-        self._own_headers = f"host: {host}:{self._port}\r\n".encode() + headers
+        self._own_headers = f"host: {authority(self._host, self._port)}\r\n".encode() + headers
         self.connect_timeout_s = connect_timeout_s
         self.keep_idle_s = keep_idle_s
         self._idle: list[Upstream] = []

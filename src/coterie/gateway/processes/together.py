@@ -16,10 +16,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from coterie.gateway.admin.answering import HANDLERS, routes_of
+from coterie.gateway.admin.answering import HANDLERS, bounded_body, error_reply, routes_of
 from coterie.gateway.admin.peers import peer_operations
 from coterie.gateway.config import GatewayConfig
-from coterie.gateway.edge.http1 import error_body
 from coterie.gateway.peers.exchange import Exchange
 from coterie.gateway.processes.control import Answer
 
@@ -65,18 +64,18 @@ def together_app(group: Together, exchange: Exchange | None = None) -> Starlette
     own = [] if exchange is None else routes_of(peer_operations(exchange))
 
     async def answer(request: Request) -> Response:
-        body = await _body(request)
-        if body is None:
-            return _error(413, f"the body is larger than {MAX_BODY_BYTES} bytes", "invalid_request_error")
+        body = await bounded_body(request, MAX_BODY_BYTES)
         if request.method in ("GET", "HEAD"):
             answers = await _ask_all(group, request, body)
         else:
             async with group.changing:
                 if group.starting:  # it would miss the change that the others make
-                    return _error(503, f"process {min(group.starting)} is starting; ask again", "unavailable_error")
+                    return error_reply(
+                        503, f"process {min(group.starting)} is starting; ask again", "unavailable_error"
+                    )
                 answers = await _ask_all(group, request, body)
         if not answers:
-            return _error(503, "no process answers", "unavailable_error")
+            return error_reply(503, "no process answers", "unavailable_error")
         path = request.scope["path"]
         if path == "/health":
             return _first(answers, lambda answer: answer.status == 200)
@@ -94,15 +93,6 @@ def together_app(group: Together, exchange: Exchange | None = None) -> Starlette
     return Starlette(routes=[*own, everything], exception_handlers=HANDLERS)
 
 
-async def _body(request: Request) -> bytes | None:
-    body = b""
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > MAX_BODY_BYTES:
-            return None
-    return body
-
-
 async def _ask_all(group: Together, request: Request, body: bytes) -> dict[int, Answer]:
     """The answers of those that answer, by number."""
     path, query = request.scope["raw_path"].decode("latin-1"), request.scope["query_string"].decode("latin-1")
@@ -115,10 +105,6 @@ async def _ask_all(group: Together, request: Request, body: bytes) -> dict[int, 
 
 def _first(answers: Mapping[int, Answer], wanted: Callable[[Answer], bool]) -> Response:
     return _response(next(filter(wanted, answers.values()), next(iter(answers.values()))))
-
-
-def _error(status: int, message: str, kind: str) -> Response:
-    return Response(error_body(message, kind), status, media_type="application/json")
 
 
 def _response(answer: Answer) -> Response:
