@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import socket
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -54,11 +55,11 @@ class Client:
         self.socket.close()
 
 
-def hold(seconds):
-    """Keep a request where it is for a while, then let it go on."""
+def hold(until):
+    """Keep a request where it is until an event is set, then let it go on."""
 
     async def act(_):
-        await asyncio.sleep(seconds)
+        await asyncio.to_thread(until.wait, 20)
 
     return act
 
@@ -72,11 +73,16 @@ def left_in(cluster, window):
 def test_a_client_leaves(cluster, role, moment, window, stream):
     if window == "stream" and not stream:
         pytest.skip("a reply in one piece has no midst that its client sees")
-    trap, before = Trap(moment, hold(0.2)), left_in(cluster, window)
-    with cluster.lying_in_wait(role, trap):
-        with Client(cluster, stream=stream):
+    gone, before = threading.Event(), left_in(cluster, window)
+    with cluster.lying_in_wait(role, trap := Trap(moment, hold(gone))):
+        with Client(cluster, stream=stream) as client:
             trap.caught.result(10)
-        wait_until(lambda: left_in(cluster, window) > before, what=f"a disconnect in the window {window}")
+            if window == "stream":
+                client.socket.recv(1)  # before that, the gateway rightly holds that no stream has begun
+        try:
+            wait_until(lambda: left_in(cluster, window) > before, what=f"a disconnect in the window {window}")
+        finally:
+            gone.set()
     # KV that nobody will decode is released at once, not by its lease; what runs is stopped.
     wait_until(cluster.nothing_held, within_s=LEASE_S / 2, what="the end of all load")
 
