@@ -5,7 +5,8 @@
 
 MODEL is a checkpoint's folder; without one, random experts are written: one layer, hidden size 512, 64 experts of size
 256, top-8.  Calls and local computations take turns, so that both meet the same machine; "above kernel" is the
-difference of the medians, "computing" the mean of what the server says that its batches took.  For merging, two client
+difference of the medians, "computing" the mean of what the server says that its batches took.  "call" is the transport
+alone, "client call" a call of `RemoteExperts`, as an engine makes it.  For merging, two client
 processes ask at full rate, each for layer after layer.  Run it on a quiet machine; for vLLM's kernel, with the Python
 of the environment that has vLLM.
 """
@@ -21,15 +22,18 @@ import sys
 import tempfile
 import time
 import typing
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
+import numpy.typing as npt
 from safetensors.numpy import save_file
 
+from coterie.core import ModelGeometry
+from coterie.experts.client import RemoteExperts, RoutingTable, Server
 from coterie.experts.protocol import Request
 from coterie.experts.server import load_experts, parse_experts
 from coterie.experts.server.kernels import KernelName, make_kernel
@@ -77,6 +81,31 @@ def serving(model: Path, kernel: str) -> Iterator[tuple[str, int]]:
             process.terminate()
 
 
+class OneServer:
+    """A directory of one server that has all experts."""
+
+    def __init__(self, geometry: ModelGeometry, config: dict[str, Any]) -> None:
+        server = Server("server", config["shared_memory"])
+        everything = [range(geometry.experts)] * geometry.layers
+        self._table = RoutingTable.of(
+            geometry, {server: everything}, epoch=config["since"], tokens=config["max_tokens"]
+        )
+
+    def table(self) -> RoutingTable:
+        """The only one."""
+        return self._table
+
+    def await_newer(self, table: RoutingTable, until_s: float) -> None:
+        """There is none."""
+
+    def doubt(self, server: Server, *, gone: bool) -> None:
+        """There is nobody to tell."""
+
+
+def connect_to(server: Server) -> SharedClient:
+    return SharedClient(Path(server.address))
+
+
 def random_request(rng: np.random.Generator, config: dict[str, Any], tokens: int, layer: int) -> Request:
     ids = rng.permuted(np.tile(np.arange(config["experts"], dtype=np.int32), (tokens, 1)), axis=1)
     hidden = rng.standard_normal((tokens, config["hidden"]), np.float32)
@@ -90,42 +119,75 @@ def cpu_s(process: int) -> float:
     return sum(int((thread / "schedstat").read_text(encoding="utf-8").split()[0]) for thread in threads) / 1e9
 
 
-def measure_calls(
-    model: Path, name: KernelName, url: str, config: dict[str, Any], server: int, tokens: int
-) -> dict[str, float]:
-    files, kernel, rng = ExpertFiles.open(model), make_kernel(name), np.random.default_rng(tokens)
-    held = parse_experts(f"0:0-{config['experts'] - 1}", files.model.geometry)
-    local = load_experts(files, held, kernel, since=config["since"])
-    layer, client = local.layers[0], SharedClient(Path(config["shared_memory"]))
+class Turns:
+    """The kernel here, a call by the transport alone, and one of `RemoteExperts`, with the same requests."""
 
-    def take_turns() -> tuple[float, float, float]:
-        """Seconds of the kernel and of a call, and the call's CPU here."""
-        request = random_request(rng, config, tokens, 0)
-        start = time.perf_counter()
-        sums = kernel.compute(layer.weights, request.hidden, layer.places[request.ids], request.weights)
-        middle, cpu = time.perf_counter(), time.thread_time()
-        reply = client.call(request, timeout_s=10)
-        cpu, end = time.thread_time() - cpu, time.perf_counter()
-        assert np.array_equal(reply.sums, sums)
-        return middle - start, end - middle, cpu
+    def __init__(self, model: Path, name: KernelName, config: dict[str, Any]) -> None:
+        files, self._kernel, self._config = ExpertFiles.open(model), make_kernel(name), config
+        geometry = files.model.geometry
+        held = parse_experts(f"0:0-{geometry.experts - 1}", geometry)
+        self._layer = load_experts(files, held, self._kernel, since=config["since"]).layers[0]
+        self._client = SharedClient(Path(config["shared_memory"]))
+        self._remote = RemoteExperts(geometry, files.model.hidden, OneServer(geometry, config), connect_to)
 
+    def kernel(self, one: Request) -> npt.NDArray[Any]:
+        """The kernel in this process."""
+        layer = self._layer
+        return self._kernel.compute(layer.weights, one.hidden, layer.places[one.ids], one.weights)
+
+    def call(self, one: Request) -> npt.NDArray[Any]:
+        """The transport alone."""
+        return self._client.call(one, timeout_s=10).sums
+
+    def client_call(self, one: Request) -> npt.NDArray[Any]:
+        """As an engine calls."""
+        return self._remote.compute(0, one.hidden, one.ids, one.weights, time.monotonic() + 10)
+
+    def take(self, rng: np.random.Generator, tokens: int) -> list[float]:
+        """For either call: seconds of the kernel, of the call, and of CPU here in the call."""
+        found: list[float] = []
+        for way in (self.call, self.client_call):  # a request each, or the second would find weights in the cache
+            one = random_request(rng, self._config, tokens, 0)
+            (kernel_s, _, sums), (call_s, call_cpu_s, got) = timed(self.kernel, one), timed(way, one)
+            assert np.array_equal(got, sums)
+            found += kernel_s, call_s, call_cpu_s
+        return found
+
+    def close(self) -> None:
+        """Leave the server."""
+        self._client.close()
+        self._remote.close()
+
+
+def measure_calls(turns: Turns, url: str, server: int, tokens: int) -> dict[str, float]:
+    rng = np.random.default_rng(tokens)
     for _ in range(WARM_UP):
-        take_turns()
+        turns.take(rng, tokens)
     before_cpu, before = cpu_s(server), httpx.get(f"{url}/load").json()["busy_s"]
-    times = np.array([take_turns() for _ in range(CALLS)]) * 1e6
+    times = np.array([turns.take(rng, tokens) for _ in range(CALLS)]) * 1e6
     busy, cpu = httpx.get(f"{url}/load").json()["busy_s"] - before, cpu_s(server) - before_cpu
-    client.close()
-    kernel_us, call_us, _ = np.median(times, axis=0)
+    kernel_us = float(np.median(times[:, [0, 3]]))
+    call_us, client_us = np.median(times[:, [1, 4]], axis=0).tolist()
     return {
         "tokens": tokens,
-        "kernel us": float(kernel_us),
-        "call us": float(call_us),
-        "above kernel us": float(call_us - kernel_us),
+        "kernel us": kernel_us,
+        "call us": call_us,
+        "above kernel us": call_us - kernel_us,
+        "client call us": client_us,
+        "client above kernel us": client_us - kernel_us,
         "call p99 us": float(np.percentile(times[:, 1], 99)),
-        "computing us": busy / CALLS * 1e6,
-        "client CPU us": float(times[:, 2].mean()),
-        "server CPU us": cpu / CALLS * 1e6,
+        "computing us": busy / CALLS / 2 * 1e6,
+        "call CPU us": float(times[:, 2].mean()),
+        "client call CPU us": float(times[:, 5].mean()),
+        "server CPU us": cpu / CALLS / 2 * 1e6,
     }
+
+
+def timed(way: Callable[[Request], Any], one: Request) -> tuple[float, float, Any]:
+    """Seconds, and of CPU time, and what came of it."""
+    start, cpu = time.perf_counter(), time.thread_time()
+    found = way(one)
+    return time.perf_counter() - start, time.thread_time() - cpu, found
 
 
 def ask_at_full_rate(config: dict[str, Any], seed: int, until_s: float) -> None:
@@ -162,7 +224,8 @@ def main() -> None:
         model = arguments.model or write_random(Path(folder))
         with serving(model, arguments.kernel) as (url, process):
             config = httpx.get(f"{url}/config").json()
-            calls = [measure_calls(model, arguments.kernel, url, config, process, tokens) for tokens in TOKENS]
+            with closing(Turns(model, arguments.kernel, config)) as turns:
+                calls = [measure_calls(turns, url, process, tokens) for tokens in TOKENS]
             results = {"kernel": config["kernel"], "calls": calls, "merging": measure_merging(url, config)}
     if arguments.json:
         print(json.dumps(results, indent=2))

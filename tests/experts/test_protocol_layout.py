@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from coterie.errors import InputError, WireError
 from coterie.experts.protocol import Dtype, Reply, SlotShape, Status
+from coterie.experts.protocol.layout import SlotMemory
 from slot_requests import request_for
 
 SHAPE = SlotShape(tokens=5, hidden=8, top_k=2, layers=3, experts=16)
@@ -16,38 +17,39 @@ SHAPE = SlotShape(tokens=5, hidden=8, top_k=2, layers=3, experts=16)
 request = partial(request_for, SHAPE)
 
 
-def memory():
-    """Of a slot that held something else before."""
-    return memoryview(bytearray(b"\xa5" * SHAPE.size))
+def used():
+    """Bytes of a slot that held something else before, and what reads and writes them."""
+    memory = memoryview(bytearray(b"\xa5" * SHAPE.size))
+    return memory, SlotMemory(SHAPE, memory)
 
 
 @given(st.integers(0, 5), st.sampled_from(Dtype), st.integers(1, 2**56 - 1))
 def test_what_is_written_is_read(tokens, dtype, sequence):
-    slot = memory()
+    _, slot = used()
     sent = request(tokens, dtype)
-    SHAPE.write_request(slot, sequence, sent)
-    SHAPE.write_reply(slot, sequence + 1, Reply(3, Status.COMPUTED, sent.hidden, dtype))
-    read, got = SHAPE.read_request(slot)
+    slot.write_request(sequence, sent)
+    slot.write_reply(sequence + 1, Reply(3, Status.COMPUTED, sent.hidden, dtype))
+    read, got = slot.read_request()
     assert (read, got.layer, got.epoch, got.owner, got.dtype) == (sequence, 1, 7, 1 << 40, dtype)
     for name in ("hidden", "ids", "weights"):
         np.testing.assert_array_equal(getattr(got, name), getattr(sent, name))
-    read, reply = SHAPE.read_reply(slot)
+    read, reply = slot.read_reply()
     assert (read, reply.epoch, reply.status, reply.dtype) == (sequence + 1, 3, Status.COMPUTED, dtype)
     np.testing.assert_array_equal(reply.sums, sent.hidden)
 
 
 def test_words_and_doorbell_are_left_alone():
-    slot = memory()
-    SHAPE.write_request(slot, 1, request(5))
-    SHAPE.write_reply(slot, 1, Reply(3, Status.COMPUTED, request(5).hidden))
-    assert bytes(slot[:64]) == b"\xa5" * 64
+    memory, slot = used()
+    slot.write_request(1, request(5))
+    slot.write_reply(1, Reply(3, Status.COMPUTED, request(5).hidden))
+    assert bytes(memory[:64]) == b"\xa5" * 64
 
 
 def test_what_was_read_stays_when_another_request_is_written():
-    slot = memory()
-    SHAPE.write_request(slot, 1, request(3))
-    _, got = SHAPE.read_request(slot)
-    SHAPE.write_request(slot, 2, request(4))
+    _, slot = used()
+    slot.write_request(1, request(3))
+    _, got = slot.read_request()
+    slot.write_request(2, request(4))
     np.testing.assert_array_equal(got.hidden, request(3).hidden)
 
 
@@ -71,17 +73,17 @@ def test_a_slot_is_as_large_as_its_parts_in_whole_cache_lines():
     ],
 )
 def test_a_request_that_does_not_fit_is_refused_before_anything_is_written(wrong, message):
-    slot = memory()
+    memory, slot = used()
     with pytest.raises(InputError, match=message):
-        SHAPE.write_request(slot, 1, request(**wrong))
-    assert bytes(slot) == b"\xa5" * SHAPE.size
+        slot.write_request(1, request(**wrong))
+    assert bytes(memory) == b"\xa5" * SHAPE.size
 
 
 def damaged(offset, value):
-    slot = memory()
-    SHAPE.write_request(slot, 1, request())
-    SHAPE.write_reply(slot, 1, Reply(3, Status.COMPUTED, request().hidden))
-    slot[offset : offset + 4] = np.int32(value).tobytes()
+    memory, slot = used()
+    slot.write_request(1, request())
+    slot.write_reply(1, Reply(3, Status.COMPUTED, request().hidden))
+    memory[offset : offset + 4] = np.int32(value).tobytes()
     return slot
 
 
@@ -101,7 +103,7 @@ def damaged(offset, value):
 )
 def test_a_damaged_request_is_not_read(offset, value, message):
     with pytest.raises(WireError, match=message):
-        SHAPE.read_request(damaged(offset, value))
+        damaged(offset, value).read_request()
 
 
 @pytest.mark.parametrize(
@@ -115,16 +117,16 @@ def test_a_damaged_request_is_not_read(offset, value, message):
 )
 def test_a_damaged_reply_is_not_read(offset, value, message):
     with pytest.raises(WireError, match=message):
-        SHAPE.read_reply(damaged(offset, value))
+        damaged(offset, value).read_reply()
 
 
 @given(st.binary(min_size=128, max_size=128))
 def test_any_bytes_are_read_or_refused(header):
-    slot = memory()
-    slot[64:192] = header
-    for read in (SHAPE.read_request, SHAPE.read_reply):
+    memory, slot = used()
+    memory[64:192] = header
+    for read in (slot.read_request, slot.read_reply):
         with contextlib.suppress(WireError):
-            read(slot)
+            read()
 
 
 def test_a_shape_out_of_range_is_refused():

@@ -14,7 +14,7 @@ from coterie.errors import EngineError, InputError, WireError
 from coterie.experts.protocol import Reply, Request, SlotShape, State, Status, Word, claim, post, rules
 from coterie.experts.transport import Intake, SharedClient, SharedServer
 from coterie.experts.transport.doorbell import Doorbell
-from coterie.experts.transport.identity import is_alive, own_identity
+from coterie.experts.transport.identity import is_alive, is_ending, own_identity
 
 SHAPE = SlotShape(tokens=4, hidden=8, top_k=2, layers=2, experts=4)
 
@@ -243,6 +243,23 @@ def test_a_process_is_alive_until_it_ends_and_known_by_its_start():
     while is_alive(int(identity)):
         time.sleep(0.001)
     end(process)  # only now is it no zombie any more
+
+
+def killed(script):
+    """For each look at a process that was killed, until it is over: whether it was seen to end, and to be alive."""
+    process, identity = other_process(f"{script}; print(own_identity(), flush=True); time.sleep(60)")
+    assert not is_ending(int(identity))
+    process.kill()
+    looks = [(is_ending(int(identity)), is_alive(int(identity)))]
+    while looks[-1][1]:
+        looks.append((is_ending(int(identity)), is_alive(int(identity))))
+    end(process)
+    return looks
+
+
+def test_a_process_that_was_killed_is_seen_to_end_before_its_memory_is_freed():
+    assert is_ending(own_identity() ^ 1)  # another process of the same id
+    assert any((True, True) in killed("memory = b'x' * (256 << 20)") for _ in range(10))  # unless others have the cores
 
 
 def test_a_ring_before_the_wait_is_seen_and_silence_ends_in_time(server):

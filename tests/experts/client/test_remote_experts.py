@@ -161,6 +161,15 @@ def test_what_one_server_computed_is_not_asked_for_again_when_another_dies():
     assert len(world.servers["b"].asked) == 1
 
 
+def test_what_a_server_refused_is_sent_again_while_another_one_still_computes():
+    refuses = FakeServer(script=["stale"], held=without(3, 4, 5))
+    world = World(refuses, FakeServer(script=["late"], held=without(0, 1, 2)))
+    by_then = []
+    world.at(0.01, lambda: by_then.append(len(refuses.asked)))  # it refuses after 1 ms, the other one replies after 1 s
+    compute(client(world), seed=next(seed for seed in range(9) if tokens(5, seed)[1][0, 0] < 3))  # it is asked first
+    assert by_then == [2]
+
+
 def test_the_sum_is_added_in_the_same_order_whoever_computed_what():
     """With values that are not exact: the bits tell the order."""
     hidden, ids, weights = tokens(9)

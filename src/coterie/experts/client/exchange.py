@@ -141,10 +141,11 @@ class Exchange:
         if not call.flying:
             self._directory.await_newer(self._table, until_s)
         for flight in tuple(call.flying):
-            if not self._hear(call, flight, until_s):
-                until_s = 0.0  # of the others, take what is there already
-        self._lose_patience(call)
-        self._probe()
+            if not self._hear(call, flight, until_s) or call.unsent:
+                until_s = 0.0  # of the others, take what is there already: it was long, or there is something to send
+        if not call.is_done:
+            self._lose_patience(call)
+            self._probe()
 
     def _hear(self, call: Call, flight: Flight, until_s: float) -> bool:
         """Wait for a reply; whether its server is done with the request."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 
 import numpy as np
 import numpy.typing as npt
@@ -102,17 +103,21 @@ def split(part: Part, chosen: Mapping[int, Server]) -> list[tuple[Part, Server |
     number_of = np.full(max(part.counts) + 2, -1)  # the last one is where -1 points
     for number, counts in enumerate(groups.values()):
         number_of[list(counts)] = number
-    at = number_of[part.ids]
-    return [(_piece(part, at == number, counts), target) for number, (target, counts) in enumerate(groups.items())]
+    mine = number_of[part.ids] == np.arange(len(groups))[:, None, None]  # (groups, T, K)
+    ids, present = np.where(mine, part.ids, np.int32(-1)), mine.any(axis=2)
+    pieces = map(_piece, repeat(part), ids, present, groups.values())
+    return list(zip(pieces, groups, strict=True))
 
 
-def _piece(part: Part, mine: npt.NDArray[np.bool_], counts: Mapping[int, int]) -> Part:
-    rows = np.flatnonzero(mine.any(axis=1))
-    ids = np.where(mine[rows], part.ids[rows], np.int32(-1))
-    return Part(rows if part.rows is None else part.rows[rows], ids, counts)
+def _piece(part: Part, ids: Ids, present: npt.NDArray[np.bool_], counts: Mapping[int, int]) -> Part:
+    """Of a part's tokens those that are present, with these `ids`."""
+    if present.all():
+        return Part(part.rows, ids, counts)
+    rows = np.flatnonzero(present)
+    return Part(rows if part.rows is None else part.rows[rows], ids[rows], counts)
 
 
-def total(tokens: int, sums: Iterable[tuple[Part, Floats]]) -> Floats:
+def total(tokens: int, sums: Sequence[tuple[Part, Floats]]) -> Floats:
     """Add the parts' sums, each once, in the order of their keys.
 
     Args:
@@ -122,10 +127,9 @@ def total(tokens: int, sums: Iterable[tuple[Part, Floats]]) -> Floats:
     Returns:
         `[T, H]` float32.
     """
-    first, *others = sorted(sums, key=lambda item: item[0].key)
-    if not others and first[0].rows is None:
-        return first[1]
-    result = np.zeros((tokens, first[1].shape[1]), np.float32)
-    for part, values in (first, *others):
+    if len(sums) == 1:
+        return sums[0][1]
+    result = np.zeros((tokens, sums[0][1].shape[1]), np.float32)
+    for part, values in sorted(sums, key=lambda item: item[0].key):
         result[part.tokens] += values
     return result

@@ -16,7 +16,7 @@ from coterie.experts.client.exchange import Exchange, Patience
 from coterie.experts.client.links import Connect, Links
 from coterie.experts.client.parts import Floats, Ids
 from coterie.experts.client.table import Directory
-from coterie.experts.protocol import Dtype
+from coterie.experts.protocol import Dtype, least_and_most
 
 
 class Started:
@@ -115,7 +115,7 @@ class RemoteExperts:
     ) -> Started:
         """Send what `compute` would, and do not wait: there is other work to do meanwhile.
 
-        Several calls may be under way.  Each must be finished or cancelled.
+        Several calls may be under way.  Each must be finished or cancelled, and its arrays stay as they are until then.
 
         Raises:
             InputError: as `compute`.
@@ -145,6 +145,7 @@ class RemoteExperts:
             raise InputError(f"hidden states {hidden.shape} and ids {ids.shape}; need [T, {self._hidden}] and [T, K]")
         if weights.shape != ids.shape:
             raise InputError(f"weights {weights.shape} for ids {ids.shape}")
-        if ids.size and ids.view(f"u{ids.itemsize}").max() >= geometry.experts:  # one pass; below 0 is huge there
-            raise InputError(f"layer {layer}: experts {ids.min()} to {ids.max()} of {geometry.experts}")
+        least, most = least_and_most(ids)
+        if ids.size and not 0 <= least <= most < geometry.experts:
+            raise InputError(f"layer {layer}: experts {least} to {most} of {geometry.experts}")
         return ids.astype(np.int32, copy=False)

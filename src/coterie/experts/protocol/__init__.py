@@ -4,7 +4,7 @@
 """
 
 from coterie.experts.protocol.floats import from_float32, to_float32
-from coterie.experts.protocol.layout import Dtype, Reply, Request, SlotShape, Status
+from coterie.experts.protocol.layout import Dtype, Reply, Request, SlotShape, Status, least_and_most
 from coterie.experts.protocol.rules import (
     NOBODY,
     Slot,
@@ -35,6 +35,7 @@ __all__ = [
     "claim",
     "from_float32",
     "is_stale",
+    "least_and_most",
     "pick_up",
     "post",
     "release",

@@ -59,6 +59,9 @@ class Status(IntEnum):
     MALFORMED = 3  # the request breaks the protocol; to send it again is of no use
 
 
+_DTYPES, _STATUSES = tuple(Dtype), tuple(Status)  # by their codes, of which none is negative on the wire
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
     """Tokens of one layer, for the experts of one server.
@@ -137,74 +140,6 @@ class SlotShape:
         """Where hidden states, ids, weights and sums begin, and the slot ends."""
         return _parts(self.tokens, self.hidden, self.top_k)
 
-    def write_request(self, memory: memoryview, sequence: int, request: Request) -> None:
-        """Write a request and its header.
-
-        Args:
-            memory: of the slot, `size` bytes.
-            sequence: its number.
-            request: what to write.
-
-        Raises:
-            InputError: it does not fit the slot, its arrays do not fit each other, or an expert is out of range.
-        """
-        tokens, hidden, top_k = self.check_request(request)
-        states, ids, weights, _, _ = self._parts
-        header = (sequence, request.epoch, request.owner, request.layer, tokens, hidden, top_k, request.dtype)
-        _REQUEST.pack_into(memory, _REQUEST_HEADER, *header)
-        _array(memory, states, request.dtype.numpy, tokens, hidden)[...] = request.hidden
-        _array(memory, ids, _INT32, tokens, top_k)[...] = request.ids
-        _array(memory, weights, _FLOAT32, tokens, top_k)[...] = request.weights
-
-    def read_request(self, memory: memoryview) -> tuple[int, Request]:
-        """Sequence number and a copy of the request.
-
-        Raises:
-            WireError: a size, the layer or an expert is out of range.
-        """
-        sequence, epoch, owner, layer, tokens, hidden, top_k, code = _REQUEST.unpack_from(memory, _REQUEST_HEADER)
-        dtype = dtype_of(code)
-        if problem := self.problem(tokens, hidden, top_k, layer):
-            raise WireError(f"expert request: {problem}")
-        states, ids, weights, _, _ = self._parts
-        experts = _array(memory, ids, _INT32, tokens, top_k).copy()
-        if problem := self.strangers(experts):
-            raise WireError(f"expert request: {problem}")
-        return sequence, Request(
-            layer=layer,
-            epoch=epoch,
-            owner=owner,
-            hidden=_array(memory, states, dtype.numpy, tokens, hidden).copy(),
-            ids=experts,
-            weights=_array(memory, weights, _FLOAT32, tokens, top_k).copy(),
-            dtype=dtype,
-        )
-
-    def write_reply(self, memory: memoryview, sequence: int, reply: Reply) -> None:
-        """Write a reply and its header.
-
-        Raises:
-            InputError: it does not fit the slot.
-        """
-        tokens, hidden = self.check_reply(reply)
-        header = (sequence, reply.epoch, reply.status, tokens, hidden, reply.dtype)
-        _REPLY.pack_into(memory, _REPLY_HEADER, *header)
-        _array(memory, self._parts[3], reply.dtype.numpy, tokens, hidden)[...] = reply.sums
-
-    def read_reply(self, memory: memoryview) -> tuple[int, Reply]:
-        """Sequence number of the request, and a copy of the reply.
-
-        Raises:
-            WireError: a size or the status is out of range.
-        """
-        sequence, epoch, status, tokens, hidden, code = _REPLY.unpack_from(memory, _REPLY_HEADER)
-        dtype = dtype_of(code)
-        if problem := self.problem(tokens, hidden):
-            raise WireError(f"expert reply: {problem}")
-        known = status_of(status)
-        sums = _array(memory, self._parts[3], dtype.numpy, tokens, hidden).copy()
-        return sequence, Reply(epoch, known, sums, dtype)
-
     def check_request(self, request: Request) -> tuple[int, int, int]:
         """Sizes T, H and K of a request.
 
@@ -239,12 +174,20 @@ class SlotShape:
 
     def strangers(self, ids: npt.NDArray[np.int32]) -> str | None:
         """Which experts the model does not have."""
-        if ids.size and (ids + 1).view(np.uint32).max() > self.experts:  # one pass; below -1 is huge there
-            return f"experts {ids.min()} to {ids.max()} of {self.experts}"
-        return None
+        least, most = least_and_most(ids)
+        return None if least >= -1 and most < self.experts else f"experts {least} to {most} of {self.experts}"
 
 
 _INT32, _FLOAT32 = np.dtype("<i4"), np.dtype("<f4")
+_FEW = 32  # numbers that are compared faster one by one
+
+
+def least_and_most(ids: npt.NDArray[np.integer[Any]]) -> tuple[int, int]:
+    """The least id and the largest; -1, which asks for nothing, where there are none."""
+    if ids.size > _FEW:
+        return int(ids.min()), int(ids.max())
+    few = ids.ravel().tolist()
+    return min(few, default=-1), max(few, default=-1)
 
 
 @cache  # asked for at every request
@@ -258,8 +201,84 @@ def _lines(size: int) -> int:
     return -(-size // LINE) * LINE
 
 
-def _array(memory: memoryview, start: int, dtype: np.dtype[Any], rows: int, columns: int) -> npt.NDArray[Any]:
-    return np.frombuffer(memory, dtype, rows * columns, start).reshape(rows, columns)
+class SlotMemory:
+    """What is written to a slot's memory, and read from it; its arrays are made once, and not for each request.
+
+    Args:
+        shape: of the slot.
+        memory: `shape.size` bytes.
+    """
+
+    def __init__(self, shape: SlotShape, memory: memoryview) -> None:
+        states, ids, weights, sums, _ = shape._parts
+        pairs = shape.tokens * shape.top_k
+        self._shape, self._memory = shape, memory
+        self._states, self._sums = (_by_dtype(memory, start, shape) for start in (states, sums))
+        self._ids = np.frombuffer(memory, _INT32, pairs, ids)
+        self._weights = np.frombuffer(memory, _FLOAT32, pairs, weights)
+
+    def write_request(self, sequence: int, request: Request) -> None:
+        """Write a request and its header.
+
+        Args:
+            sequence: its number.
+            request: what to write.
+
+        Raises:
+            InputError: it does not fit the slot, its arrays do not fit each other, or an expert is out of range.
+        """
+        tokens, hidden, top_k = self._shape.check_request(request)
+        pairs = tokens * top_k
+        header = (sequence, request.epoch, request.owner, request.layer, tokens, hidden, top_k, request.dtype)
+        _REQUEST.pack_into(self._memory, _REQUEST_HEADER, *header)
+        self._states[request.dtype][:tokens] = request.hidden
+        self._ids[:pairs] = request.ids.reshape(-1)
+        self._weights[:pairs] = request.weights.reshape(-1)
+
+    def read_request(self) -> tuple[int, Request]:
+        """Sequence number and a copy of the request.
+
+        Raises:
+            WireError: a size, the layer or an expert is out of range.
+        """
+        sequence, epoch, owner, layer, tokens, hidden, top_k, code = _REQUEST.unpack_from(self._memory, _REQUEST_HEADER)
+        dtype, pairs = dtype_of(code), tokens * top_k
+        if problem := self._shape.problem(tokens, hidden, top_k, layer):
+            raise WireError(f"expert request: {problem}")
+        ids = self._ids[:pairs].reshape(tokens, top_k).copy()
+        if problem := self._shape.strangers(ids):
+            raise WireError(f"expert request: {problem}")
+        states, weights = self._states[dtype][:tokens].copy(), self._weights[:pairs].reshape(tokens, top_k).copy()
+        return sequence, Request(layer, epoch, owner, states, ids, weights, dtype)
+
+    def write_reply(self, sequence: int, reply: Reply) -> None:
+        """Write a reply and its header.
+
+        Raises:
+            InputError: it does not fit the slot.
+        """
+        tokens, hidden = self._shape.check_reply(reply)
+        header = (sequence, reply.epoch, reply.status, tokens, hidden, reply.dtype)
+        _REPLY.pack_into(self._memory, _REPLY_HEADER, *header)
+        self._sums[reply.dtype][:tokens] = reply.sums
+
+    def read_reply(self) -> tuple[int, Reply]:
+        """Sequence number of the request, and a copy of the reply.
+
+        Raises:
+            WireError: a size or the status is out of range.
+        """
+        sequence, epoch, status, tokens, hidden, code = _REPLY.unpack_from(self._memory, _REPLY_HEADER)
+        dtype = dtype_of(code)
+        if problem := self._shape.problem(tokens, hidden):
+            raise WireError(f"expert reply: {problem}")
+        return sequence, Reply(epoch, status_of(status), self._sums[dtype][:tokens].copy(), dtype)
+
+
+def _by_dtype(memory: memoryview, start: int, shape: SlotShape) -> tuple[npt.NDArray[Any], ...]:
+    """The same memory as `[T, H]` values of each dtype."""
+    size = shape.tokens * shape.hidden
+    return tuple(np.frombuffer(memory, dtype, size, start).reshape(shape.tokens, shape.hidden) for dtype in _NUMPY)
 
 
 def _rows(what: str, array: npt.NDArray[Any], dtype: Dtype) -> tuple[int, int]:
@@ -284,8 +303,8 @@ def dtype_of(code: int) -> Dtype:
         WireError: there is none.
     """
     try:
-        return Dtype(code)
-    except ValueError as error:
+        return _DTYPES[code]
+    except IndexError as error:
         raise WireError(f"expert slot: unknown dtype {code}") from error
 
 
@@ -296,6 +315,6 @@ def status_of(code: int) -> Status:
         WireError: there is none.
     """
     try:
-        return Status(code)
-    except ValueError as error:
+        return _STATUSES[code]
+    except IndexError as error:
         raise WireError(f"expert reply: unknown status {code}") from error

@@ -41,6 +41,9 @@ class State(IntEnum):
     DONE = 2  # the owner may read the reply
 
 
+_STATES = tuple(State)  # by their numbers: a look into it costs less than State(number)
+
+
 class Word(IntEnum):
     """The 64-bit words of a slot that are only changed by compare-and-swap, and where they lie in it."""
 
@@ -90,7 +93,7 @@ def state_word(state: State, sequence: int) -> int:
 
 def state_of(word: int) -> State:
     """State in a state word."""
-    return State(word & 0xFF)
+    return _STATES[word & 0xFF]
 
 
 def sequence_of(word: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,25 +62,20 @@ def merge(requests: Iterable[tuple[int, Request]], most: int = MOST_TOKENS) -> l
             group = open_groups[key] = []
             groups.append(group)
         group.append((number, request))
-    return [_join(*zip(*group, strict=True)) for group in groups]
+    return [_join(group) for group in groups]
 
 
 def _tokens(group: list[tuple[int, Request]]) -> int:
     return sum(len(request.ids) for _, request in group)
 
 
-def _join(members: tuple[int, ...], requests: tuple[Request, ...]) -> Batch:
-    first = requests[0]
-    return Batch(
-        layer=first.layer,
-        dtype=first.dtype,
-        members=members,
-        tokens=tuple(len(request.ids) for request in requests),
-        hidden=to_float32(_stacked([request.hidden for request in requests]), first.dtype),
-        ids=_stacked([request.ids for request in requests]),
-        router=_stacked([request.weights for request in requests]),
-    )
-
-
-def _stacked(arrays: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
-    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+def _join(group: list[tuple[int, Request]]) -> Batch:
+    members, requests = zip(*group, strict=True)
+    first: Request = requests[0]
+    hidden, ids, router = first.hidden, first.ids, first.weights
+    if len(requests) > 1:
+        hidden = np.concatenate([request.hidden for request in requests])
+        ids = np.concatenate([request.ids for request in requests])
+        router = np.concatenate([request.weights for request in requests])
+    tokens = tuple([len(request.ids) for request in requests])
+    return Batch(first.layer, first.dtype, members, tokens, to_float32(hidden, first.dtype), ids, router)

@@ -38,6 +38,12 @@ class HeldLayer(Generic[WeightsT]):
     places: Places
     weights: WeightsT
 
+    def lacks(self, ids: npt.NDArray[np.int32]) -> bool:
+        """Whether an expert of `ids` is not among them; -1 is none."""
+        if len(self.experts) == len(self.places) - 1:
+            return False
+        return bool(((self.places[ids] ^ ids) < 0).any())  # one of the two is negative, and the other is not
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Holding(Generic[WeightsT]):

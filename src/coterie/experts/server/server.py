@@ -105,6 +105,6 @@ def _refusal(holding: Holding[WeightsT], request: Request) -> Status | None:
     if is_stale(request.epoch, holding.since):
         return Status.STALE
     layer = holding.layers[request.layer]
-    if layer is None or ((layer.places[request.ids] < 0) & (request.ids >= 0)).any():
+    if layer is None or layer.lacks(request.ids):
         return Status.ABSENT
     return None

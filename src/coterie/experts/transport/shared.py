@@ -11,7 +11,7 @@ import mmap
 import os
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -21,9 +21,9 @@ import numpy.typing as npt
 
 from coterie.errors import EngineError, GoneError, InputError, WireError
 from coterie.experts.protocol import Reply, Request, SlotShape, Word, rules
-from coterie.experts.protocol.layout import DOORBELL
+from coterie.experts.protocol.layout import DOORBELL, SlotMemory
 from coterie.experts.transport.doorbell import Doorbell
-from coterie.experts.transport.identity import is_alive, own_identity
+from coterie.experts.transport.identity import is_alive, is_ending, own_identity
 from coterie.experts.transport.inlet import Ready
 from coterie.experts.transport.pending import Pending
 from coterie.experts.transport.words import Words
@@ -37,6 +37,7 @@ SWEEP_S = 0.1
 _MAGIC, _VERSION = b"coterexp", 1
 _HEADER = struct.Struct("<8sIIIIIIIQ")
 _BELL, _PAGE = 64, 4096
+_READY = int(rules.State.READY)  # compared with each slot's at every look
 
 T = TypeVar("T")
 
@@ -45,8 +46,9 @@ class SharedSlot:
     """A slot in shared memory; see `protocol.Slot`."""
 
     def __init__(self, words: Words, memory: mmap.mmap, shape: SlotShape, offset: int) -> None:
-        self._words, self._shape, self._offset = words, shape, offset
+        self._words, self._offset = words, offset
         self._bytes = memoryview(memory)[offset : offset + shape.size]
+        self._memory = SlotMemory(shape, self._bytes)
         self.bell = Doorbell(words, offset + DOORBELL)
 
     def load(self, word: Word) -> int:
@@ -59,19 +61,19 @@ class SharedSlot:
 
     def write_request(self, sequence: int, request: Request) -> None:
         """See `protocol.Slot`."""
-        self._shape.write_request(self._bytes, sequence, request)
+        self._memory.write_request(sequence, request)
 
     def read_request(self) -> tuple[int, Request]:
         """See `protocol.Slot`."""
-        return self._shape.read_request(self._bytes)
+        return self._memory.read_request()
 
     def write_reply(self, sequence: int, reply: Reply) -> None:
         """See `protocol.Slot`."""
-        self._shape.write_reply(self._bytes, sequence, reply)
+        self._memory.write_reply(sequence, reply)
 
     def read_reply(self) -> tuple[int, Reply]:
         """See `protocol.Slot`."""
-        return self._shape.read_reply(self._bytes)
+        return self._memory.read_reply()
 
 
 class SharedServer:
@@ -98,7 +100,7 @@ class SharedServer:
         _HEADER.pack_into(self._file.memory, 0, _MAGIC, _VERSION, slots, *_sizes(shape), self._me)
         words = Words(self._file.memory)
         self._bell = Doorbell(words, _BELL)
-        self._slots = _slots(words, self._file.memory, shape, slots)
+        self._slots = list(_slots(words, self._file.memory, shape, slots))
         self._states = _state_bytes(self._file.memory, shape, slots)
         self._swept_s = time.monotonic()
 
@@ -110,7 +112,7 @@ class SharedServer:
     @property
     def waiting(self) -> int:
         """Requests that wait or are computed; may be asked by any thread."""
-        return sum(rules.state_of(slot.load(Word.STATE)) is rules.State.READY for slot in self._slots)
+        return int(self._states.tolist().count(_READY))
 
     def ring(self) -> None:
         """Have `wait` look again; may be called by any thread."""
@@ -126,7 +128,7 @@ class SharedServer:
 
     def pick_up(self) -> list[Ready]:
         """See `Inlet`."""
-        ready = [self._slots[place] for place in np.flatnonzero(self._states == rules.State.READY).tolist()]
+        ready = [slot for slot, state in zip(self._slots, self._states.tolist(), strict=True) if state == _READY]
         found = [(slot, picked) for slot in ready if (picked := rules.pick_up(slot)) is not None]
         return [Ready(request, partial(_answer, slot, sequence)) for slot, (sequence, request) in found]
 
@@ -167,8 +169,8 @@ class SharedClient:
 
     @property
     def alive(self) -> bool:
-        """Whether the server's process still runs; one that is suspended does."""
-        return is_alive(self._server)
+        """Whether the server's process still runs, and has not begun to end; one that is suspended does."""
+        return not is_ending(self._server)
 
     def post(self, request: Request) -> Pending:
         """Send a request, and do not wait.  What is returned must be waited for or withdrawn before the next one.
@@ -219,7 +221,7 @@ class _SharedPending(Pending):
             reply = self._slot.bell.wait(lambda: rules.take(self._slot, self._sequence), min(left_s, LOOK_S))
             if reply is not None:
                 return reply
-            if not is_alive(self._server):
+            if is_ending(self._server):
                 raise GoneError(f"expert server {self._name} died")
             if left_s <= LOOK_S:
                 return None
@@ -256,8 +258,8 @@ def _open(path: Path) -> tuple[mmap.mmap, int, SlotShape, int]:
     return memory, server, shape, slots
 
 
-def _slots(words: Words, memory: mmap.mmap, shape: SlotShape, slots: int) -> list[SharedSlot]:
-    return [SharedSlot(words, memory, shape, _PAGE + place * _pages(shape.size)) for place in range(slots)]
+def _slots(words: Words, memory: mmap.mmap, shape: SlotShape, slots: int) -> Iterator[SharedSlot]:
+    return (SharedSlot(words, memory, shape, _PAGE + place * _pages(shape.size)) for place in range(slots))
 
 
 def _state_bytes(memory: mmap.mmap, shape: SlotShape, slots: int) -> npt.NDArray[np.uint8]:
