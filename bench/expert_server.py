@@ -69,10 +69,10 @@ def write_random(folder: Path, hidden: int = 512, experts: int = 64, size: int =
 
 
 @contextmanager
-def serving(model: Path, kernel: str) -> Iterator[tuple[str, int]]:
+def serving(model: Path, kernel: str, *options: str) -> Iterator[tuple[str, int]]:
     """URL and process of a server of all experts."""
     command = [sys.executable, "-m", "coterie", "experts", "serve", str(model), "--kernel", kernel]
-    command += ["--max-tokens", str(max(TOKENS))]
+    command += ["--max-tokens", str(max(TOKENS)), *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             line = process.stdout.readline()

@@ -24,6 +24,9 @@ TINY = Path(__file__).parents[2] / "models" / "coterie-tiny"
         ([TINY.parent], "config.json"),
         ([TINY, "--log-steps", __file__], "does not begin with requests,active_experts,step_ms"),
         ([TINY, "--pad-intermediate", 63], "pad_intermediate is 63"),
+        ([TINY, "--experts-timeout", 5], "--experts-timeout is of use with --experts-from only"),
+        ([TINY, "--experts-overlap", 16], "--experts-overlap is of use with --experts-from only"),
+        ([TINY, "--experts-overlap", 1], "not in the range"),
     ],
 )
 def test_what_is_wrong_is_named(arguments, problem):

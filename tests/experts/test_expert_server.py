@@ -188,7 +188,8 @@ def test_load_is_counted_by_expert_and_layer(checkpoint):
     ids = np.array([[0, 1], [1, -1], [-1, -1]], np.int32)
     server.compute([of(one, ids=ids), of(one, ids=ids)])
     assert server.usage.load.tolist() == [[0] * 8, [2, 4, 0, 0, 0, 0, 0, 0]]
-    assert (server.usage.batches, server.usage.merged, server.usage.tokens) == (1, 2, 6)
+    usage = server.usage
+    assert (usage.batches, usage.merged, usage.tokens, usage.active) == (1, 2, 6, 2)
     assert server.usage.sizes[3] == 1  # 6 tokens: 4 to 7
 
 

@@ -119,7 +119,7 @@ def test_what_a_server_has_done_is_shown_where_it_ran_and_at_the_monitor(pool):
     ask(pool.high, request)
     after = until(lambda: after if (after := pool.high.get("/load").json())["batches"] > before["batches"] else None)
     assert (np.array(after["load"]) - before["load"]).tolist() == [[0] * 8, [0] * 6 + [5, 5]]
-    assert [after[name] - before[name] for name in ("batches", "merged", "tokens")] == [1, 1, 5]
+    assert [after[name] - before[name] for name in ("batches", "merged", "tokens", "active")] == [1, 1, 5, 2]
     assert after["queue"] == after["clients"] == 0
     families = {family.name: family for family in text_string_to_metric_families(pool.high.get("/metrics").text)}
     computed = {sample.labels["status"]: sample.value for sample in families["coterie_expert_server_requests"].samples}

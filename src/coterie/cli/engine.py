@@ -112,6 +112,13 @@ _PORT = click.IntRange(0, 65535)
     metavar="SECONDS",
     help=f"The longest to wait for the experts of a layer; then the step's requests fail. [default: {TIMEOUT_S:g}]",
 )
+@click.option(
+    "--experts-overlap",
+    type=click.IntRange(min=2),
+    metavar="TOKENS",
+    help="Compute steps of at least so many tokens as two halves: while one waits for expert servers, the engine "
+    "computes the other. [default: never]",
+)
 def engine(model: Path, served_model_name: str | None, **options: Any) -> None:
     """Run one worker of the embedded engine on the checkpoint in the folder MODEL, until Ctrl-C.
 
@@ -135,8 +142,9 @@ def _experts(
 ) -> AbstractContextManager[RemoteExperts | None]:
     """What computes the routed experts, if this process does not."""
     if monitor is None:
-        if timeout_s is not None:
-            raise click.UsageError("--experts-timeout is of use with --experts-from only")
+        for option, value in {"--experts-timeout": timeout_s, "--experts-overlap": others["experts_overlap"]}.items():
+            if value is not None:
+                raise click.UsageError(f"{option} is of use with --experts-from only")
         return nullcontext()
     if others["pad_intermediate"]:
         raise click.UsageError("--pad-intermediate and --experts-from exclude one another: no expert is loaded here")

@@ -176,7 +176,7 @@ def _time_calls(
     end_s = now_s + seconds
     while now_s < end_s:
         rows, choice = sets[len(times) % len(sets)]
-        experts.start(len(times) % model.geometry.layers, rows, choice)()
+        experts.start(len(times) % model.geometry.layers, rows, choice).finish()
         before_s, now_s = now_s, time.monotonic()
         times.append(now_s - before_s)
     return np.array(times)

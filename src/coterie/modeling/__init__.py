@@ -7,5 +7,6 @@ from coterie.modeling.layers import RemoteExperts
 from coterie.modeling.model import Model, StepOutput
 from coterie.modeling.prepare import prepare
 from coterie.modeling.step import StepBatch
+from coterie.modeling.turns import PartError
 
-__all__ = ["Model", "RemoteExperts", "StepBatch", "StepOutput", "prepare"]
+__all__ = ["Model", "PartError", "RemoteExperts", "StepBatch", "StepOutput", "prepare"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -19,8 +18,24 @@ from coterie.modeling.tiles import ROWS, Floats, Shape
 
 Read = Callable[[str], Floats]
 """Gives one of a layer's arrays."""
-Routed = Callable[[Floats, Choice], Callable[[], Floats]]
-"""Begins with a layer's routed experts, from rows `[T, D]` and what each chose; the result gives sums `[T, D]`."""
+
+
+class Begun(Protocol):
+    """Experts of a layer that somebody computes.  It is either finished or cancelled."""
+
+    def finish(self) -> Floats:
+        """Their sums `[T, D]`; waits for them.
+
+        Raises:
+            EngineError: they cannot be computed now.
+        """
+
+    def cancel(self) -> None:
+        """Want no sums any more."""
+
+
+Routed = Callable[[Floats, Choice], Begun]
+"""Begins with a layer's routed experts, from rows `[T, D]` and what each chose."""
 
 LATENT_EPS = 1e-6  # of the norms of latents, which take no epsilon from the configuration
 
@@ -147,9 +162,9 @@ class Dense:
         self.kernel = kernel
         self.weights = ExpertWeights(read("dense.gate_up"), read("dense.down"))
 
-    def __call__(self, rows: Floats) -> tuple[Floats, Choice | None]:
+    def __call__(self, rows: Floats) -> Floats:
         """`[T, D]` to `[T, D]`."""
-        return self.kernel.dense(rows, self.weights), None
+        return self.kernel.dense(rows, self.weights)
 
     def shapes(self) -> list[Shape]:
         """Products of its matrices."""
@@ -159,12 +174,42 @@ class Dense:
 class RemoteExperts(Protocol):
     """Routed experts that are computed outside of this process."""
 
-    def start(self, layer: int, rows: Floats, choice: Choice) -> Callable[[], Floats]:
+    def start(self, layer: int, rows: Floats, choice: Choice) -> Begun:
         """See `Routed`; `layer` is the MoE layer, from 0.
 
         Raises:
-            EngineError: here or in the result, the experts cannot be computed now.
+            EngineError: the experts cannot be computed now.
         """
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Here:
+    """Routed experts that this process computes, once they are wanted."""
+
+    kernel: Kernel
+    rows: Floats
+    choice: Choice
+    weights: ExpertWeights
+
+    def finish(self) -> Floats:
+        return self.kernel.routed(self.rows, self.choice, self.weights)
+
+    def cancel(self) -> None:
+        pass
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _WithShared:
+    """Routed experts, and the sums of shared ones."""
+
+    routed: Begun
+    shared: Floats
+
+    def finish(self) -> Floats:
+        return self.routed.finish() + self.shared
+
+    def cancel(self) -> None:
+        self.routed.cancel()
 
 
 class Moe:
@@ -182,21 +227,20 @@ class Moe:
         self.gate = read("gate")
         self.bias = None if isinstance(config.gate, SoftmaxRule) else read("gate_bias")
         self.experts = None if routed else ExpertWeights(read("experts.gate_up"), read("experts.down"))
-        self.routed = routed or self._compute
+        self.routed = routed or self._here
         self.shared = ExpertWeights(read("shared.gate_up"), read("shared.down")) if config.shared_size else None
 
-    def __call__(self, rows: Floats) -> tuple[Floats, Choice]:
-        """`[T, D]` to `[T, D]`, and which experts made it."""
+    def begin(self, rows: Floats) -> tuple[Begun, Choice]:
+        """From `[T, D]`: the layer's experts, and which are the routed ones."""
         choice = choose(self.kernel.product(rows, self.gate, self.count), self.bias, self.rule)
         routed = self.routed(rows, choice)
         if self.shared is None:
-            return routed(), choice
-        shared = self.kernel.dense(rows, self.shared)  # while others compute the routed ones
-        return routed() + shared, choice
+            return routed, choice
+        return _WithShared(routed, self.kernel.dense(rows, self.shared)), choice  # while others compute the routed ones
 
-    def _compute(self, rows: Floats, choice: Choice) -> Callable[[], Floats]:
+    def _here(self, rows: Floats, choice: Choice) -> Begun:
         assert self.experts is not None, "read where nobody else computes them"
-        return partial(self.kernel.routed, rows, choice, self.experts)
+        return _Here(self.kernel, rows, choice, self.experts)
 
     def shapes(self) -> list[Shape]:
         """Products of its matrices."""

@@ -13,7 +13,7 @@ from coterie.core import ModelGeometry
 from coterie.errors import InputError
 from coterie.modeling.attention import KV_TILE
 from coterie.modeling.config import ForwardConfig, GroupedAttention
-from coterie.modeling.kernels import Kernel, StepAttention, kernels
+from coterie.modeling.kernels import Kernel, kernels
 from coterie.modeling.layers import (
     Angles,
     Attention,
@@ -27,8 +27,9 @@ from coterie.modeling.layers import (
     run_attention,
 )
 from coterie.modeling.prepare import Weights, open_weights
-from coterie.modeling.step import Slots, StepBatch, check_batch, slots_of
+from coterie.modeling.step import StepBatch, check_batch, part_of, slots_of
 from coterie.modeling.tiles import ROWS, Floats
+from coterie.modeling.turns import Part, Steps, sums_of, take_turns
 
 ExpertIds = npt.NDArray[np.unsignedinteger]
 
@@ -63,9 +64,12 @@ class Model:
     whatever of it was cached.  Run BLAS with one thread (`OPENBLAS_NUM_THREADS=1`): products are too small for more.
     """
 
-    def __init__(self, weights: Weights, kernel: Kernel, experts: RemoteExperts | None = None) -> None:
+    def __init__(
+        self, weights: Weights, kernel: Kernel, experts: RemoteExperts | None = None, overlap: int | None = None
+    ) -> None:
         self.config: ForwardConfig = weights.header.config
         self.kernel = kernel
+        self._overlap = overlap
         read = weights.tensors.floats
         self._embedding, self._head, self._norm = read("embedding"), read("head"), read("norm")
         self._cos, self._sin = read("rope.cos"), read("rope.sin")
@@ -73,13 +77,21 @@ class Model:
         self._heads = cache_heads(self.config)
 
     @classmethod
-    def open(cls, path: Path, kernel: Kernel | None = None, experts: RemoteExperts | None = None) -> Model:
+    def open(
+        cls,
+        path: Path,
+        kernel: Kernel | None = None,
+        experts: RemoteExperts | None = None,
+        overlap: int | None = None,
+    ) -> Model:
         """Open a weights file that `prepare` made.
 
         Args:
             path: of the file.
             kernel: what computes; by default the fastest that can run here.
             experts: what computes routed experts instead of `kernel`; those of the file, if it has any, are not read.
+            overlap: tokens, 2 or more, from which on a step is computed as two halves, of which one computes while
+                the other waits for `experts`; None for never.
 
         Raises:
             InputError: it is missing, truncated, or of another version, or it has no experts and none are given.
@@ -89,7 +101,7 @@ class Model:
         weights = open_weights(path)
         if weights.header.expert_blocks is None and experts is None:
             raise InputError(f"{path}: has no routed experts; prepare the weights with them, or name their servers")
-        model = cls(weights, kernel or next(kernels()), experts)
+        model = cls(weights, kernel or next(kernels()), experts, overlap)
         shapes = [
             shape for layer in model._layers for part in (layer.attention, layer.forward) for shape in part.shapes()
         ]
@@ -127,32 +139,48 @@ class Model:
 
         Raises:
             InputError: the batch does not fit the cache or the model.
+            PartError: the routed experts of some tokens cannot be computed now; nothing of the step counts, and it can
+                be computed again.
         """
         self._check_cache(kv)
         limits = {"vocab": self.config.vocab, "max_positions": self.config.max_positions}
         check_batch(batch, kv.shape[0], kv.shape[2], **limits)
-        attention = self.config.attention
-        window = attention.window if isinstance(attention, GroupedAttention) else None
-        attend = self.kernel.attention(batch, kv, self._heads, window)
-        hidden, ids = self._run_layers(self._embedding[batch.token_ids], slots_of(batch, kv.shape[2]), kv, attend)
+        geometry = self.geometry
+        dtype = np.uint8 if geometry.experts <= 256 else np.uint16
+        ids = np.empty((len(batch.token_ids), geometry.layers, geometry.top_k), dtype)
+        hidden = np.concatenate(take_turns(self._parts(batch, kv, ids)))
         wanted = self.kernel.rms_norm(hidden[batch.logits_rows], self._norm, self.config.norm_eps)
         return StepOutput(self.kernel.product(wanted, self._head, self.config.vocab), ids)
 
-    def _run_layers(self, hidden: Floats, slots: Slots, kv: Floats, attend: StepAttention) -> tuple[Floats, ExpertIds]:
-        eps, geometry = self.config.norm_eps, self.geometry
+    def _parts(self, batch: StepBatch, kv: Floats, ids: ExpertIds) -> list[Part]:
+        """The whole step, or two halves of it."""
+        tokens = len(ids)
+        if self._overlap is None or tokens < self._overlap:
+            return [Part(slice(0, tokens), self._run_layers(batch, kv, ids))]
+        halves = slice(0, tokens // 2), slice(tokens // 2, tokens)
+        return [Part(half, self._run_layers(part_of(batch, half), kv, ids[half])) for half in halves]
+
+    def _run_layers(self, batch: StepBatch, kv: Floats, ids: ExpertIds) -> Steps:
+        """Compute hidden states `[T, D]`, and fill in `ids [T, L, k]`; yields whenever experts are under way."""
+        eps = self.config.norm_eps
+        slots = slots_of(batch, kv.shape[2])
+        window = self.config.attention.window if isinstance(self.config.attention, GroupedAttention) else None
+        attend = self.kernel.attention(batch, kv, self._heads, window)
         angles = Angles(self._cos[slots.positions, None], self._sin[slots.positions, None])
-        dtype = np.uint8 if geometry.experts <= 256 else np.uint16
-        ids = np.empty((len(hidden), geometry.layers, geometry.top_k), dtype)
+        hidden: Floats = self._embedding[batch.token_ids]
         moe = 0
         for number, layer in enumerate(self._layers):
             rows = self.kernel.rms_norm(hidden, layer.attention_norm, eps)
             hidden = hidden + run_attention(layer.attention, rows, angles, slots, kv, attend, number)
-            result, choice = layer.forward(self.kernel.rms_norm(hidden, layer.forward_norm, eps))
-            hidden = hidden + result
-            if choice is not None:
+            rows = self.kernel.rms_norm(hidden, layer.forward_norm, eps)
+            if isinstance(layer.forward, Dense):
+                hidden = hidden + layer.forward(rows)
+            else:
+                begun, choice = layer.forward.begin(rows)
                 ids[:, moe] = choice.ids
                 moe += 1
-        return hidden, ids
+                hidden = hidden + (yield from sums_of(begun))
+        return hidden
 
     def _check_cache(self, kv: Floats) -> None:
         fits = kv.ndim == 4 and kv.shape == self.kv_shape(kv.shape[0], kv.shape[2])

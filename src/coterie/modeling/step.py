@@ -89,3 +89,16 @@ def slots_of(batch: StepBatch, block_size: int) -> Slots:
         own = np.asarray(table[first : int(positions[start + length - 1]) // block_size + 1], np.intp)
         blocks[start : start + length] = own[positions[start : start + length] // block_size - first]
     return Slots(positions, blocks, positions % block_size)
+
+
+def part_of(batch: StepBatch, tokens: slice) -> StepBatch:
+    """Some tokens of a checked step, which may begin and end within a request."""
+    rows, tables = [], []
+    for (start, length), table in zip(batch.rows, batch.block_tables, strict=True):
+        first, end = max(start, tokens.start), min(start + length, tokens.stop)
+        if first < end:
+            rows.append((first - tokens.start, end - first))
+            tables.append(table)
+    wanted = np.asarray(batch.logits_rows)
+    wanted = wanted[(wanted >= tokens.start) & (wanted < tokens.stop)] - tokens.start
+    return StepBatch(batch.token_ids[tokens], batch.positions[tokens], rows, tables, wanted)

@@ -16,6 +16,7 @@ from coterie.engines.embedded.live import Live
 from coterie.engines.embedded.request import Request, Submission
 from coterie.engines.embedded.sampling import SamplingParams
 from coterie.errors import ConfigError, EngineError, RequestError
+from coterie.modeling import PartError
 
 
 def submit_all(story, **changes):
@@ -55,7 +56,7 @@ def test_a_step_whose_experts_are_not_there_ends_its_requests_and_no_others(monk
     story.engine.step()
 
     def fails(batch, kv):
-        raise EngineError("no reply by the deadline")
+        raise PartError("no reply by the deadline", slice(0, 3))
 
     with monkeypatch.context() as broken:
         broken.setattr(story.model, "forward", fails)
@@ -67,6 +68,37 @@ def test_a_step_whose_experts_are_not_there_ends_its_requests_and_no_others(monk
         params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
         assert story.tokens(f"r{number}") == expected_tokens([number, 1, 2], params)
     assert story.pool.held == 0
+
+
+@pytest.mark.parametrize(("tokens", "ends"), [(slice(0, 7), "ab"), (slice(7, 14), "bcd"), (slice(12, 14), "d")])
+def test_half_a_step_whose_experts_are_not_there_ends_its_requests_and_the_rest_is_computed_again(
+    monkeypatch, tokens, ends
+):
+    prompts = {"a": [1], "b": [2, 3, 4, 5, 6, 0, 1, 2], "c": [3, 1, 2], "d": [4, 1]}  # tokens 0, 1-8, 9-11, 12-13
+    story = Story(running=4, step_tokens=64)
+    for name, prompt in prompts.items():
+        story.submit(name, prompt, max_tokens=6, ignore_eos=True, asked="counts")
+
+    def fails(batch, kv):
+        assert len(batch.token_ids) == 14
+        raise PartError("no reply by the deadline", tokens)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(story.model, "forward", fails)
+        assert story.engine.step()
+    assert [name for name in prompts if story.heard[name]] == list(ends)
+    story.run()
+    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    for name, prompt in prompts.items():
+        finish = story.finish(name)
+        if name in ends:
+            assert (finish.reason, finish.problem) == ("error", "no reply by the deadline")
+        else:
+            assert story.tokens(name) == expected_tokens(prompt, params)
+            text = [*prompt, *story.tokens(name)]
+            np.testing.assert_array_equal(finish.output_counts.counts, counts_of(text, len(prompt), len(text) - 1))
+    assert story.pool.held == 0
+    assert story.model.forwarded == sum(len(prompts[name]) + 5 for name in prompts if name not in ends)
 
 
 def test_few_blocks_force_preemptions_that_change_nothing():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -36,9 +37,9 @@ def servers(monitor):
 
 @pytest.fixture(scope="module")
 def workers(servers, monitor, tmp_path_factory):
-    """One that has its experts, and two that have none."""
+    """One that has its experts, and two that have none; of these, the second computes steps in halves."""
     remote = ("--experts-from", monitor)
-    with running(tmp_path_factory.mktemp("weights"), (), remote, remote) as workers:
+    with running(tmp_path_factory.mktemp("weights"), (), remote, (*remote, "--experts-overlap", "2")) as workers:
         yield workers
 
 
@@ -65,15 +66,24 @@ def test_kv_of_a_worker_with_experts_is_decoded_by_one_without(workers):
     assert tokens_of(reply) == tokens_of(local.complete(PROMPTS[2]))
 
 
+def test_requests_of_one_batch_have_the_outputs_of_each_alone(workers):
+    local, *clients = workers
+    expected = [tokens_of(local.complete(prompt, max_tokens=60)) for prompt in PROMPTS]
+    with ThreadPoolExecutor(2 * len(PROMPTS)) as threads:
+        turns = [(client, prompt) for prompt in PROMPTS for client in clients]
+        got = threads.map(lambda turn: tokens_of(turn[0].complete(turn[1], max_tokens=60)), turns)
+        assert list(got) == [tokens for tokens in expected for _ in clients]
+
+
 def test_streams_go_on_with_the_same_tokens_when_one_of_two_replicas_is_killed(workers, servers):
     local, *clients = workers
-    expected = [tokens_of(local.complete(prompt, max_tokens=120)) for prompt in PROMPTS[:2]]
-    got = [None, None]
+    expected = [tokens_of(local.complete(prompt, max_tokens=120)) for prompt in PROMPTS] * 2
+    got = [None] * 6
 
     def complete(number):
-        got[number] = tokens_of(clients[number].complete(PROMPTS[number], max_tokens=120))
+        got[number] = tokens_of(clients[number // 3].complete(PROMPTS[number % 3], max_tokens=120))
 
-    threads = [threading.Thread(target=complete, args=(number,)) for number in range(2)]
+    threads = [threading.Thread(target=complete, args=(number,)) for number in range(6)]
     before = servers[1].get("/load").json()["requests"]["computed"]
     for thread in threads:
         thread.start()

@@ -30,17 +30,18 @@ def logits_of(model, tokens=90):
 
 
 @contextlib.contextmanager
-def remote_model(checkpoint, directory):
+def remote_model(checkpoint, directory, overlap=None):
     """The model without the weights of its experts."""
     known = read_expert_model(checkpoint)
     with contextlib.closing(RemoteExperts(known.geometry, known.hidden, directory, Connector())) as remote:
         weights = prepare(checkpoint, checkpoint / "packed", routed=False)
-        yield Model.open(weights, experts=ModelExperts(remote, 60.0))
+        yield Model.open(weights, experts=ModelExperts(remote, 60.0), overlap=overlap)
 
 
-def test_one_server_gives_the_bits_of_the_local_experts(checkpoint):
+@pytest.mark.parametrize("overlap", [None, 2])
+def test_one_server_gives_the_bits_of_the_local_experts(checkpoint, overlap):
     local = logits_of(Model.open(prepare(checkpoint, checkpoint / "packed")))
-    with serving(checkpoint, "all") as directory, remote_model(checkpoint, directory) as model:
+    with serving(checkpoint, "all") as directory, remote_model(checkpoint, directory, overlap) as model:
         remote = logits_of(model)
     np.testing.assert_array_equal(remote.logits, local.logits)
     np.testing.assert_array_equal(remote.expert_ids, local.expert_ids)
@@ -75,7 +76,8 @@ def test_a_layer_that_nobody_computes_in_time_is_an_error(checkpoint):
         contextlib.closing(RemoteExperts(known.geometry, known.hidden, directory, Connector())) as remote,
     ):
         weights = prepare(checkpoint, checkpoint / "packed", routed=False)
-        with pytest.raises(EngineError, match=r"no reply by the deadline for experts \[7\]; .* none"):
-            logits_of(Model.open(weights, experts=ModelExperts(remote, 0.05)))
+        for overlap in (None, 2):
+            with pytest.raises(EngineError, match=r"no reply by the deadline for experts \[7\]; .* none"):
+                logits_of(Model.open(weights, experts=ModelExperts(remote, 0.05), overlap=overlap))
     with pytest.raises(ConfigError, match="a layer may take 0 s"):
         ExpertsConfig("http://127.0.0.1:1", "test", timeout_s=0)

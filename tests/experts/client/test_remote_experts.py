@@ -83,6 +83,17 @@ def test_two_calls_may_be_under_way_at_once():
         assert (one.finish(60) == expected(0, *some)).all()
 
 
+def test_a_call_gets_the_slot_of_an_earlier_one_that_nobody_waits_for_yet():
+    world = World(FakeServer(slots=1), FakeServer(held=[set()] * LAYERS))
+    remote = client(world)
+    inputs = [tokens(4, seed) for seed in range(3)]
+    started = [remote.start(0, *some) for some in inputs]
+    for one, some in zip(reversed(started), reversed(inputs), strict=True):
+        assert (one.finish(60) == expected(0, *some)).all()
+    assert world.clock.now() < 0.2
+    assert not world.doubts
+
+
 def test_a_call_that_was_cancelled_leaves_its_connections_to_the_next():
     world = World(FakeServer(slots=1))
     remote = client(world)

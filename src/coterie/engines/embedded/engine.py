@@ -24,7 +24,7 @@ import numpy as np
 
 from coterie.clock import Clock, SystemClock
 from coterie.engines.embedded.blocks import BlockPool
-from coterie.engines.embedded.forward import Computed, Runner, StepModel
+from coterie.engines.embedded.forward import Computed, Runner, StepError, StepModel
 from coterie.engines.embedded.kept import KeptTable
 from coterie.engines.embedded.live import Live, Sink, TextSource
 from coterie.engines.embedded.request import (
@@ -243,8 +243,8 @@ class Engine:
             before = self._steps
             try:
                 computed = self._runner.run(step)
-            except EngineError as error:  # what computes the model's experts elsewhere is not there
-                self._fail(step, str(error))
+            except StepError as error:
+                self._fail(error)
             else:
                 self._scheduler.done(step)
                 self._note(step, computed)
@@ -254,12 +254,12 @@ class Engine:
         self._after_step()
         return bool(step.work)
 
-    def _fail(self, step: Step, problem: str) -> None:
-        """A step could not be computed: its requests end, the others do not."""
-        log.error("a step of %d requests failed: %s", len(step.work), problem)
-        for work in step.work:
+    def _fail(self, error: StepError) -> None:
+        """Some of a step cannot be computed: its requests end; what else was in the step is planned again."""
+        log.error("a step failed for %d requests: %s", len(error.work), error)
+        for work in error.work:
             self._leave(work.request)
-            self._tell_end(self._live[work.request.id], "error", problem=problem)
+            self._tell_end(self._live[work.request.id], "error", problem=str(error))
 
     def _count(self, step: Step, cpu_s: float) -> None:
         before = self._steps

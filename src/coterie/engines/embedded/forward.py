@@ -13,7 +13,8 @@ from coterie.blockrows import HostRows
 from coterie.core import ExpertCounts, ModelGeometry
 from coterie.engines.embedded.sampling import Floats
 from coterie.engines.embedded.scheduler import Step, Work
-from coterie.modeling import StepBatch, StepOutput
+from coterie.errors import EngineError
+from coterie.modeling import PartError, StepBatch, StepOutput
 from coterie.wire import Ids, smallest_dtype
 
 
@@ -48,6 +49,18 @@ class Computed:
     ids: tuple[Ids, ...]
 
 
+class StepError(EngineError):
+    """Some of a step cannot be computed now.
+
+    Attributes:
+        work: what of it; the rest was not computed either, but can be.
+    """
+
+    def __init__(self, message: str, work: tuple[Work, ...]) -> None:
+        super().__init__(message)
+        self.work = work
+
+
 class Runner:
     """The model, its cache, and the counts of each block.
 
@@ -77,9 +90,16 @@ class Runner:
             self._rows.restart(list(blocks))
 
     def run(self, step: Step) -> Computed:
-        """Compute a step that has work."""
+        """Compute a step that has work.
+
+        Raises:
+            StepError: what computes the model's experts elsewhere is not there.
+        """
         batch, slots = self._batch(step.work)
-        output = self._model.forward(batch, self._kv)
+        try:
+            output = self._model.forward(batch, self._kv)
+        except PartError as error:
+            raise StepError(str(error), _work_at(error.tokens, step, batch)) from error
         self._rows.add(slots, output.expert_ids)
         self._count_active(output.expert_ids)
         ids = tuple(output.expert_ids[start : start + length] for start, length in batch.rows)
@@ -113,3 +133,9 @@ class Runner:
         self._used[:] = False
         self._used.reshape(-1)[ids + self._layer_base] = True
         self.active_experts += self._used.sum(axis=1)
+
+
+def _work_at(tokens: slice, step: Step, batch: StepBatch) -> tuple[Work, ...]:
+    """The work that has some of these tokens."""
+    spans = zip(step.work, batch.rows, strict=True)
+    return tuple(work for work, (start, length) in spans if start < tokens.stop and tokens.start < start + length)

@@ -70,6 +70,8 @@ class WorkerConfig:
         max_batched_tokens: most tokens of a step.
         prefix_caching: whether KV is found again by its tokens.
         log_steps: file for measured decode steps; None for none.
+        experts_overlap: tokens from which on a step is computed as two halves, which take turns while experts are
+            computed elsewhere; None for never.
 
     Raises:
         ConfigError: `kv_host` is no address of one host, or `kv_timeout_s` is out of range.
@@ -95,6 +97,7 @@ class WorkerConfig:
     max_batched_tokens: int = 512
     prefix_caching: bool = True
     log_steps: Path | None = None
+    experts_overlap: int | None = None
 
     def __post_init__(self) -> None:
         if is_any(self.kv_host):
@@ -127,7 +130,8 @@ def run(
     with _step_log(config.log_steps) as on_decode:
         pad = config.pad_intermediate
         weights = prepare(config.model, folder, pad_intermediate=pad, routed=experts is None, progress=progress)
-        model, tokenizer = Model.open(weights, experts=experts), Tokenizer.load(config.model)
+        model = Model.open(weights, experts=experts, overlap=config.experts_overlap)
+        tokenizer = Tokenizer.load(config.model)
         uvloop.run(_run(config, model, tokenizer, open_weights(weights).header.source, on_ready, on_decode))
 
 

@@ -173,7 +173,7 @@ class Scheduler:
     # --- a step -------------------------------------------------------------------------------------
 
     def plan(self) -> Step:
-        """The next step; tell `done` when it was computed, before the next is planned."""
+        """The next step; tell `done` when it was computed, before the next is planned, or it is planned again."""
         work = [Work(request, request.computed, 1) for request in self._decoding()]
         budget = self._limits.step_tokens - len(work)
         prompts = itertools.chain([request for request in self._running if request.left > 1], self._admitted())

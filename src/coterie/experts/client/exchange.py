@@ -48,6 +48,7 @@ class Exchange:
         self._probes = Probes(links, self._servers, hidden)
         self._table = directory.table()
         self._me = own_identity()
+        self._started: set[Call] = set()  # and are still wanted
 
     def connect(self, deadline_s: float) -> None:
         """Connect to all servers, and have each reply once; those that do not are doubted."""
@@ -57,6 +58,7 @@ class Exchange:
 
     def start(self, call: Call) -> None:
         """Send what can be sent."""
+        self._started.add(call)
         self._probe()
         self._send(call)
 
@@ -82,6 +84,7 @@ class Exchange:
 
     def cancel(self, call: Call) -> None:
         """Want nothing more of a call."""
+        self._started.discard(call)
         for flight in tuple(call.flying):
             self._withdraw(call, flight, "the call was given up")
 
@@ -140,12 +143,19 @@ class Exchange:
         """Hear what comes by then; parts that nobody can be asked for wait for a newer table."""
         if not call.flying:
             self._directory.await_newer(self._table, until_s)
+            self._hear_others(call)
         for flight in tuple(call.flying):
             if not self._hear(call, flight, until_s) or call.unsent:
                 until_s = 0.0  # of the others, take what is there already: it was long, or there is something to send
         if not call.is_done:
             self._lose_patience(call)
             self._probe()
+
+    def _hear_others(self, call: Call) -> None:
+        """Take what came for other calls: the slot that this one waits for may be theirs."""
+        for other in self._started - {call}:
+            for flight in tuple(other.flying):
+                self._hear(other, flight, 0.0)
 
     def _hear(self, call: Call, flight: Flight, until_s: float) -> bool:
         """Wait for a reply; whether its server is done with the request."""

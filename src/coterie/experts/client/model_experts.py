@@ -5,16 +5,15 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from coterie.errors import ConfigError
 from coterie.experts.client.connections import Connector
 from coterie.experts.client.exchange import Patience
 from coterie.experts.client.monitored import MonitoredDirectory
-from coterie.experts.client.remote import RemoteExperts
+from coterie.experts.client.remote import RemoteExperts, Started
 from coterie.modeling.expert_tensors import ExpertModel, read_expert_model
 from coterie.modeling.gates import Choice
 from coterie.modeling.tiles import Floats
@@ -62,10 +61,26 @@ class ModelExperts:
     def __init__(self, remote: RemoteExperts, timeout_s: float) -> None:
         self._remote, self._timeout_s = remote, timeout_s
 
-    def start(self, layer: int, rows: Floats, choice: Choice) -> Callable[[], Floats]:
+    def start(self, layer: int, rows: Floats, choice: Choice) -> StartedLayer:
         """As `modeling.RemoteExperts.start`."""
         deadline_s = time.monotonic() + self._timeout_s
-        return partial(self._remote.start(layer, rows, choice.ids, choice.weights).finish, deadline_s)
+        return StartedLayer(self._remote.start(layer, rows, choice.ids, choice.weights), deadline_s)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StartedLayer:
+    """A layer that servers compute; see `modeling.layers.Begun`."""
+
+    started: Started
+    deadline_s: float
+
+    def finish(self) -> Floats:
+        """As `Begun.finish`."""
+        return self.started.finish(self.deadline_s)
+
+    def cancel(self) -> None:
+        """As `Begun.cancel`."""
+        self.started.cancel()
 
 
 @contextlib.contextmanager

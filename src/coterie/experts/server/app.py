@@ -75,6 +75,7 @@ def report(serving: Serving) -> dict[str, Any]:
         "batches": usage.batches,
         "merged": usage.merged,
         "tokens": usage.tokens,
+        "active": usage.active,
         "batches_up_to_tokens": {str(2**n - 1): count for n, count in enumerate(usage.sizes) if count},
         "busy_s": usage.busy_s,
         "resident_bytes": resident_bytes(),

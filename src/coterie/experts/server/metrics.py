@@ -28,6 +28,7 @@ class ServerMetrics(Collector):
             "batches": ("Batches computed.", usage.batches),
             "merged_requests": ("Requests in these batches.", usage.merged),
             "tokens": ("Tokens in these batches.", usage.tokens),
+            "active_experts": ("Different experts that a batch had, summed over batches.", usage.active),
             "expert_tokens": ("Tokens computed, summed over experts.", int(usage.load.sum())),
             "busy_seconds": ("Time spent computing.", usage.busy_s),
         }

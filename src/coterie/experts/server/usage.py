@@ -26,6 +26,7 @@ class Usage:
         batches: how many were computed.
         merged: how many requests were in them.
         tokens: how many tokens were in them.
+        active: how many different experts they had, summed over batches.
         sizes: `[SIZES]` batches by their number of tokens.
         busy_s: time spent computing.
     """
@@ -34,6 +35,7 @@ class Usage:
     batches: int
     merged: int
     tokens: int
+    active: int
     sizes: list[int]
     busy_s: float
     _load: Load = field(repr=False)
@@ -42,7 +44,7 @@ class Usage:
     def of(cls, geometry: ModelGeometry) -> Usage:
         """Nothing yet."""
         load = np.zeros((geometry.layers, geometry.experts + 1), np.int64)  # the first for -1, another server's
-        return cls(dict.fromkeys(Status, 0), 0, 0, 0, [0] * SIZES, 0.0, load)
+        return cls(dict.fromkeys(Status, 0), 0, 0, 0, 0, [0] * SIZES, 0.0, load)
 
     @property
     def load(self) -> Load:
@@ -58,4 +60,6 @@ class Usage:
         self.tokens += tokens
         self.sizes[min(tokens.bit_length(), SIZES - 1)] += 1
         self.busy_s += seconds
-        self._load[batch.layer] += np.bincount(batch.ids.ravel() + 1, minlength=self._load.shape[1])
+        counts = np.bincount(batch.ids.ravel() + 1, minlength=self._load.shape[1])
+        self.active += int(np.count_nonzero(counts[1:]))
+        self._load[batch.layer] += counts
