@@ -6,6 +6,7 @@ import filecmp
 import json
 import os
 import subprocess
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,14 @@ def pytest_collection_modifyitems(items):
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.vllm)
             item.add_marker(pytest.mark.timeout(900))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _scratch():
+    """A folder for the files and sockets by which vLLM's processes meet, and which it leaves there when it ends."""
+    with tempfile.TemporaryDirectory(prefix="vllm-") as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", folder)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -1,11 +1,13 @@
 """Greedy tokens of an engine with its own experts (`stock`), or with those of servers (a monitor's URL), as JSON.
 
-One request at a time, since what is computed together changes the rounding, of stock engines too.
+One request at a time, since what is computed together changes the rounding, of stock engines too: with `together`, the
+same engine then computes all requests at once.
 """
 
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +35,11 @@ def sizes(model):
     return {name: value.numel() for name, value in model.named_parameters()}
 
 
+def generate(engine, params, prompts):
+    """The tokens of each, computed together."""
+    return [list(output.outputs[0].token_ids) for output in engine.generate(prompts, params, use_tqdm=False)]
+
+
 def main():
     model, monitor, prompts, tokens, *options = sys.argv[1:]
     register()
@@ -42,7 +49,7 @@ def main():
         skip_tokenizer_init=True,
         dtype="float32",
         max_model_len=256,
-        max_num_seqs=1,
+        max_num_seqs=16,
         enforce_eager="compiled" not in options,
         tensor_parallel_size=2 if "two_ranks" in options else 1,
         enable_prefix_caching=False,
@@ -52,12 +59,14 @@ def main():
     rng = np.random.default_rng(11)
     asked = [{"prompt_token_ids": rng.integers(100, 3900, rng.integers(4, 40)).tolist()} for _ in range(int(prompts))]
     params = SamplingParams(temperature=0, max_tokens=int(tokens), ignore_eos=True, detokenize=False)
-    outputs = engine.generate(asked, params, use_tqdm=False)
+    tokens_of = partial(generate, engine, params)
+    alone = [tokens for one in asked for tokens in tokens_of([one])]
     weights = engine.apply_model(sizes)[0]
     print(
         json.dumps(
             {
-                "tokens": [list(output.outputs[0].token_ids) for output in outputs],
+                "tokens": alone,
+                "together": tokens_of(asked) if "together" in options else None,
                 "expert_weights": sum(size for name, size in weights.items() if "routed_experts" in name),
                 "other_weights": sum(size for name, size in weights.items() if "routed_experts" not in name),
                 "resident_mib": resident_mib(),
