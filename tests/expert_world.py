@@ -7,8 +7,10 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
+import network_hosts
 from coterie.errors import EngineError
 from coterie.experts.monitor.calls import ask
 from coterie.experts.monitor.messages import Status
@@ -17,7 +19,8 @@ from coterie.shm import sweep
 from coterie.up.ports import PortChooser
 from fault_scripts import CLIENTS, SERVERS
 
-TINY = Path(__file__).parents[1] / "models" / "coterie-tiny"
+TESTS = Path(__file__).parent
+TINY = TESTS.parent / "models" / "coterie-tiny"
 SERVED = {name: ("0-31", "32-63")[half] for name, half in SERVERS.items()}
 TIMES = ("--heartbeat-s", "0.1", "--suspect-after-s", "0.6", "--dead-after-s", "1.5")
 LONG_S = 60.0
@@ -37,6 +40,14 @@ class ClientProcess:
                 self.last = json.loads(line)
 
 
+@dataclass(frozen=True)
+class Hosts:
+    """Where processes run, if not on this host: monitor and clients on the hub, each server on a spoke of its own."""
+
+    hub: network_hosts.Host
+    spokes: dict[str, network_hosts.Host]
+
+
 class ProcessWorld:
     """The processes by name; a context manager, which kills them.
 
@@ -46,11 +57,12 @@ class ProcessWorld:
         clients: their names.
         load: tokens of a call, and calls in flight, of each client.
         options: of all servers.
+        hosts: where they run; None for this host, all of them.
     """
 
-    def __init__(self, folder, *, servers=SERVED, clients=CLIENTS, load=(), options=()):
+    def __init__(self, folder, *, servers=SERVED, clients=CLIENTS, load=(), options=(), hosts=None):
         self.servers, self.names_of_clients = servers, clients
-        self.load, self.options = [str(one) for one in load], options
+        self.load, self.options, self.hosts = [str(one) for one in load], options, hosts
         self.folder, self.processes, self.clients, self.slowed = folder, {}, {}, {}
         (self.port,) = PortChooser(os.getpid()).ports(0, 1, "monitor")
         self.url = f"http://127.0.0.1:{self.port}"
@@ -85,6 +97,8 @@ class ProcessWorld:
             self._start(who)
         elif what in ("slow", "fast"):
             self._slow(who, on=what == "slow")
+        elif what in ("cut", "mend"):
+            self.hosts.spokes[who].set_link("down" if what == "cut" else "up")
         else:
             signals = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "go on": signal.SIGCONT, "drain": signal.SIGTERM}
             self.processes[who].send_signal(signals[what])
@@ -95,21 +109,35 @@ class ProcessWorld:
         if who in self.processes:
             self.processes[who].wait(LONG_S)
         if who in self.names_of_clients:
-            program = Path(__file__).with_name("expert_client.py")
-            command, out = (str(program), self.url, str(TINY), who, *self.load), subprocess.PIPE
+            program, out = "from expert_client import main; main(*sys.argv[1:])", subprocess.PIPE
+            arguments = self.url, str(TINY), who, *self.load
         else:
-            command, out = ("-m", "coterie", "experts", *self._command(who)), subprocess.DEVNULL
+            program, out = "from coterie.cli import main; main()", subprocess.DEVNULL
+            arguments = "experts", *self._command(who)
+        code = f"import sys; sys.path.append({str(TESTS)!r}); {self._enter(who)}; {program}"
+        command = sys.executable, "-c", code, *arguments
         with (self.folder / f"{who}.log").open("a") as log:
             environment = os.environ | {"OPENBLAS_NUM_THREADS": "1"}
-            self.processes[who] = subprocess.Popen([sys.executable, *command], stdout=out, stderr=log, env=environment)
+            self.processes[who] = subprocess.Popen(command, stdout=out, stderr=log, env=environment)
         if who in self.names_of_clients:
             self.clients[who] = ClientProcess(self.processes[who])
 
     def _command(self, who):
         if who == "monitor":
-            return ("monitor", "--port", str(self.port), *TIMES)
-        what = ("--experts", self.servers[who], "--name", who, "--monitor", self.url)
-        return ("serve", str(TINY), *what, *self.options)
+            everywhere = ("--host", self.hosts.hub.address) if self.hosts else ()
+            return ("monitor", "--port", str(self.port), *everywhere, *TIMES)
+        what = ("--experts", self.servers[who], "--name", who, "--monitor")
+        if self.hosts is None:
+            return ("serve", str(TINY), *what, self.url, *self.options)
+        spoke = self.hosts.spokes[who]
+        where = (f"http://{spoke.peer}:{self.port}", "--host", spoke.address, "--tcp-port", "0")
+        return ("serve", str(TINY), *what, *where, *self.options)
+
+    def _enter(self, who):
+        """Python that takes a process to its host."""
+        if self.hosts is None:
+            return "pass"
+        return f"import network_hosts; network_hosts.enter({self.hosts.spokes.get(who, self.hosts.hub).name!r})"
 
     def _slow(self, who, *, on):
         if on:
@@ -136,10 +164,13 @@ class ProcessWorld:
     def known(self):
         """Name and state of each server that the monitor does not think dead."""
         try:
-            rows = ask(self.url, "GET", "/status", Status).servers
+            rows = self._ask(self.url, "GET", "/status", Status).servers
         except EngineError:
             return None
         return sorted((row.name, row.state) for row in rows if row.state != "dead")
+
+    def _ask(self, *question):
+        return self.hosts.hub.call(ask, *question) if self.hosts else ask(*question)
 
     def runs(self, name):
         return name in self.processes and self.processes[name].poll() is None
@@ -150,3 +181,21 @@ class ProcessWorld:
             if time.monotonic() > end_s:
                 raise TimeoutError(f"waited for {what}; {self.known()}; logs in {self.folder}")
             time.sleep(0.02)
+
+
+def play_and_check(world, script):
+    """Make the world whole, whatever was done to it before, play a script, and see that no client was the worse."""
+    for name in world.processes:
+        if not world.runs(name):
+            world.play("start", name)
+    world.until_known()
+    world.until(lambda: all(client.last for client in world.clients.values()), "clients to begin")
+    before = {name: client.last["done"] for name, client in world.clients.items()}
+    world.run(script)
+    world.until_known()
+    for name in filter(world.runs, world.clients):
+        client = world.clients[name]
+        world.until(lambda client=client: len(client.last["servers"]) == len(world.known()), "tables")
+        assert client.last["failed"] == []
+        assert client.last["wrong"] == 0
+        assert client.last["done"] > before[name]

@@ -13,10 +13,13 @@ CLIENTS = ("c0", "c1")
 
 @dataclass(frozen=True)
 class Step:
-    """kill: SIGKILL.  stop, go on: SIGSTOP, SIGCONT.  slow, fast: computing takes longer.  drain: SIGTERM."""
+    """kill: SIGKILL.  stop, go on: SIGSTOP, SIGCONT.  slow, fast: computing takes longer.  drain: SIGTERM.
+
+    cut, mend: nothing comes from or to the server's host, and nobody is told.
+    """
 
     at_s: float
-    what: Literal["kill", "stop", "go on", "slow", "fast", "drain", "start"]
+    what: Literal["kill", "stop", "go on", "slow", "fast", "drain", "start", "cut", "mend"]
     who: str
 
 
@@ -45,3 +48,14 @@ SCRIPTS = {
         *((2 + 1.5 * place, "start", name) for place, name in enumerate(SERVERS)),
     ),
 }
+
+CUTS = {
+    "a server is cut off for a while": _script((1, "cut", "s1"), (4, "mend", "s1")),
+    "one server of each half is cut off for so long that connections end": _script(
+        (1, "cut", "s0"), (1, "cut", "s3"), (11, "mend", "s0"), (11, "mend", "s3")
+    ),
+    "a server is killed while another is cut off": _script(
+        (1, "cut", "s0"), (2, "kill", "s3"), (5, "mend", "s0"), (6, "start", "s3")
+    ),
+}
+"""What only hosts have done to them."""

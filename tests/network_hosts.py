@@ -1,4 +1,4 @@
-"""Two hosts on one machine, for tests: network namespaces with a link between them, each with `/dev/shm` of its own."""
+"""Hosts on one machine, for tests: network namespaces with links between them, each process with its own `/dev/shm`."""
 
 from __future__ import annotations
 
@@ -37,24 +37,23 @@ def enter(name: str) -> None:
 
 
 class Host:
-    """One side of the link.
+    """One host, which has one link; the hub of several has none of its own.
 
     Attributes:
         name: of its network namespace.
         address: of its end of the link.
+        peer: the address of the other end.
     """
 
-    def __init__(self, name: str, address: str) -> None:
+    def __init__(self, name: str, address: str, peer: str) -> None:
         self.name = name
         self.address = address
+        self.peer = peer
         self._inside = ThreadPoolExecutor(4, initializer=_join_network, initargs=(name,))
 
-    def ip(self, *arguments: str) -> None:
-        _run("ip", "-n", self.name, *arguments)
-
     def set_link(self, state: str) -> None:
-        """Switch its end of the link `up` or `down`."""
-        self.ip("link", "set", "pair", state)
+        """Switch its end of the link `up` or `down`; what is sent then is lost, and nobody is told."""
+        _run("ip", "-n", self.name, "link", "set", "pair", state)
 
     def call(self, function, *arguments, **named):
         """What a function that opens connections gives here."""
@@ -77,23 +76,58 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
     Raises:
         PermissionError: this machine does not allow or know it; the message says why.
     """
-    if not shutil.which("ip") or not shutil.which("tc"):
-        raise PermissionError("ip and tc (iproute2) are not installed")
-    names = [f"coterie-{os.getpid()}-{side}" for side in "ab"]
+    if not shutil.which("tc"):
+        raise PermissionError("tc (iproute2) is not installed")
+    with _namespaces(2) as names:
+        _link(*names, "pair")
+        hosts = Host(names[0], "10.99.0.1", "10.99.0.2"), Host(names[1], "10.99.0.2", "10.99.0.1")
+        for host in hosts:
+            _bring_up(host.name, "pair", host.address)
+        slow = ("rate", "16mbit", "burst", "32kb", "latency", "400ms")
+        _run("tc", "-n", names[0], "qdisc", "add", "dev", "pair", "root", "tbf", *slow)
+        with contextlib.closing(hosts[0]), contextlib.closing(hosts[1]):
+            yield hosts
+
+
+@contextlib.contextmanager
+def hub_and_spokes(count: int) -> Iterator[tuple[Host, list[Host]]]:
+    """A host in the middle, and others, each of which has a link to it and to nobody else; the hub's address is any.
+
+    Raises:
+        PermissionError: as `two_hosts`.
+    """
+    with _namespaces(count + 1) as (middle, *names), contextlib.ExitStack() as open_hosts:
+        hub = open_hosts.enter_context(contextlib.closing(Host(middle, "0.0.0.0", "")))
+        spokes = []
+        for number, name in enumerate(names, 1):
+            near, far = f"10.99.{number}.1", f"10.99.{number}.2"
+            _link(middle, name, f"spoke{number}")
+            _bring_up(middle, f"spoke{number}", near)
+            _bring_up(name, "pair", far)
+            spokes.append(open_hosts.enter_context(contextlib.closing(Host(name, far, near))))
+        yield hub, spokes
+
+
+@contextlib.contextmanager
+def _namespaces(count: int) -> Iterator[list[str]]:
+    if not shutil.which("ip"):
+        raise PermissionError("ip (iproute2) is not installed")
+    names = [f"coterie-{os.getpid()}-{number}" for number in range(count)]
     try:
         for name in names:
             _run("ip", "netns", "add", name)
-        _run("ip", "link", "add", "pair", "netns", names[0], "type", "veth", "peer", "name", "pair", "netns", names[1])
-        hosts = [Host(name, f"10.99.0.{number}") for number, name in enumerate(names, 1)]
-        for host in hosts:
-            host.ip("link", "set", "lo", "up")
-            host.ip("addr", "add", f"{host.address}/24", "dev", "pair")
-            host.set_link("up")
-        slow = ("rate", "16mbit", "burst", "32kb", "latency", "400ms")
-        _run("tc", "-n", names[0], "qdisc", "add", "dev", "pair", "root", "tbf", *slow)
-        yield hosts[0], hosts[1]
-        for host in hosts:
-            host.close()
+            _run("ip", "-n", name, "link", "set", "lo", "up")
+        yield names
     finally:
         for name in names:
             subprocess.run(("ip", "netns", "del", name), capture_output=True)
+
+
+def _link(one: str, other: str, device: str) -> None:
+    """A link between two namespaces; its end in the second one is called `pair`."""
+    _run("ip", "link", "add", device, "netns", one, "type", "veth", "peer", "name", "pair", "netns", other)
+
+
+def _bring_up(name: str, device: str, address: str) -> None:
+    _run("ip", "-n", name, "addr", "add", f"{address}/24", "dev", device)
+    _run("ip", "-n", name, "link", "set", device, "up")

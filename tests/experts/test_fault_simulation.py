@@ -12,13 +12,14 @@ from coterie.experts.monitor.monitor import Monitor
 from coterie.experts.registration import Account, Registrant
 from coterie.experts.view import View
 from expert_members import server
-from fault_scripts import CLIENTS, SCRIPTS, SERVERS
+from fault_scripts import CLIENTS, CUTS, SCRIPTS, SERVERS
 
 TIMING = Timing(heartbeat_s=0.25, suspect_after_s=1, dead_after_s=3)
 STEP_S = 0.05
 WARM_S = 0.4
 HALVES = "0123", "4567"
 REST_S = 12
+ALL = SCRIPTS | CUTS
 
 
 class SimServer:
@@ -118,6 +119,8 @@ class World:
                 "slow": ("slow", True),
                 "fast": ("slow", False),
                 "drain": ("draining", True),
+                "cut": ("stopped", True),  # seen from outside, it is the same
+                "mend": ("stopped", False),
             }[what]
             setattr(one, name, value)
 
@@ -156,7 +159,7 @@ def known(client):
     return {member.server.id: member.state for member in client.view.all}
 
 
-@pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
+@pytest.mark.parametrize("script", ALL.values(), ids=ALL)
 def test_no_request_fails_and_all_is_known_in_the_end(script):
     world = World()
     for _ in world.run(script):
@@ -168,18 +171,18 @@ def test_no_request_fails_and_all_is_known_in_the_end(script):
     assert world.monitor.membership.epoch == world.clients["c1"].view.epoch
 
 
-@pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
+@pytest.mark.parametrize("script", ALL.values(), ids=ALL)
 def test_few_requests_are_sent_again(script):
     """Once for each client and fault, since after that the client knows; where the monitor is away, it remembers."""
     world = World()
     for _ in world.run(script):
         pass
-    faults = sum(step.what in ("kill", "stop", "drain") for step in script)
+    faults = sum(step.what in ("kill", "stop", "drain", "cut") for step in script)
     for client in world.clients.values():
         assert client.resent <= 10 * faults, client.resent
 
 
-@pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
+@pytest.mark.parametrize("script", ALL.values(), ids=ALL)
 def test_no_server_that_runs_is_thought_dead(script):
     world, stopped = World(), set()
     for _ in world.run(script):

@@ -15,6 +15,7 @@ from coterie.core import ModelGeometry
 from coterie.errors import EngineError, GoneError, WireError
 from coterie.experts.client import RoutingTable, Server
 from coterie.experts.protocol import Reply, Status
+from coterie.experts.transport.pending import FullError
 
 LAYERS, EXPERTS, HIDDEN, TOP_K = 2, 6, 3, 2
 GEOMETRY = ModelGeometry(LAYERS, EXPERTS, TOP_K)
@@ -143,7 +144,7 @@ class World:
         if found.dead:
             raise EngineError("it is gone")
         if sum(link.server is found for link in self.open) == found.slots:
-            raise EngineError("all slots are taken")
+            raise FullError("all slots are taken")
         self.open.append(FakeLink(self, found))
         return self.open[-1]
 

@@ -14,6 +14,7 @@ from coterie.experts.client.standing import Servers, Standing
 from coterie.experts.client.table import Directory, RoutingTable, Server
 from coterie.experts.protocol import Reply, Status
 from coterie.experts.transport.identity import own_identity
+from coterie.experts.transport.pending import FullError
 
 LOOK_S = 0.02
 """How often a client that waits looks whose patience is over, and for a newer table."""
@@ -122,8 +123,8 @@ class Exchange:
 
     def _unreached(self, server: Server, problem: Exception) -> bool:
         """A connection could not be made; whether to ask somebody else at once."""
-        if self._servers.load(server)[0]:  # it is there, but all its slots are taken, by this client too
-            return False
+        if isinstance(problem, FullError) and (self._servers.load(server)[0] or self._links.is_free(server)):
+            return False  # it is there, and this client has slots of it: it need but wait for one
         return self._lose(server, problem)
 
     def _newest_table(self) -> RoutingTable:
@@ -168,7 +169,7 @@ class Exchange:
             call.returned(flight, str(error))
             self._servers.ended(flight.server, flight.part.pairs)
             flight.link.close()
-            self._lose(flight.server, error)
+            self._unreached(flight.server, error)
         return True
 
     def _take(self, call: Call, flight: Flight, reply: Reply) -> None:

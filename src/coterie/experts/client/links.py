@@ -56,6 +56,10 @@ class Links:
         free = self._free.get(server)
         return free.pop() if free else self._connect(server)
 
+    def is_free(self, server: Server) -> bool:
+        """Whether there is a connection to a server for the next request."""
+        return bool(self._free.get(server))
+
     def give_back(self, server: Server, link: Link) -> None:
         """A connection whose request was replied to, or withdrawn."""
         self._free.setdefault(server, []).append(link)

@@ -8,6 +8,10 @@ from coterie.errors import EngineError
 from coterie.experts.protocol import Reply
 
 
+class FullError(EngineError):
+    """A server lives, and all its slots are taken."""
+
+
 class Pending(ABC):
     """Several, at as many servers, may be waited for one after the other.
 

@@ -20,7 +20,7 @@ from coterie.experts.protocol.frames import (
     write_withdrawal,
 )
 from coterie.experts.protocol.layout import LINE
-from coterie.experts.transport.pending import Pending
+from coterie.experts.transport.pending import FullError, Pending
 from coterie.experts.transport.tcp.streams import Inbox, Outbox, Parser, prepare
 
 CONNECT_S = 2.0
@@ -41,7 +41,7 @@ class TcpClient:
         shape: the most that a request can carry.
 
     Raises:
-        EngineError: the server cannot be reached, is another one, or all its slots are taken.
+        EngineError: the server cannot be reached, or is another one; a `FullError`, if all its slots are taken.
         WireError: what is there is no expert server.
     """
 
@@ -208,7 +208,7 @@ def _enter(sock: socket.socket, server: bytes, name: str) -> SlotShape:
         raise EngineError(f"expert server {name} did not let this client in: {error}") from None
     welcome, shape, slots = read_answer(line)
     if welcome is Welcome.FULL:
-        raise EngineError(f"expert server {name}: all {slots} slots for TCP are taken; start it with more")
+        raise FullError(f"expert server {name}: all {slots} slots for TCP are taken; start it with more")
     if welcome is Welcome.STRANGER:
         raise GoneError(f"expert server {name} died; another one has its port")
     return shape
