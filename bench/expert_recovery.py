@@ -25,8 +25,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from coterie.experts.client import MonitoredDirectory, RemoteExperts, RoutingTable, Server
-from coterie.experts.transport import SharedClient
+from coterie.experts.client import Connector, MonitoredDirectory, RemoteExperts, RoutingTable, Server
 from coterie.modeling.expert_tensors import ExpertFiles
 from expert_client import TOLERANCE, inputs, with_sums
 from expert_world import TINY, ProcessWorld
@@ -65,12 +64,11 @@ class Client(threading.Thread):
         files = ExpertFiles.open(TINY)
         geometry, hidden = files.model.geometry, files.model.hidden
         self.calls = list(with_sums(files, inputs(geometry, hidden)))
-        directory = MonitoredDirectory(monitor, geometry, "bench")
+        fingerprint = files.fingerprint()
+        directory = MonitoredDirectory(monitor, geometry, fingerprint, "bench")
         directory.await_all(time.monotonic() + DEADLINE_S)
         self.directory = NotingDirectory(directory)
-        self.experts = RemoteExperts(
-            geometry, hidden, self.directory, lambda server: SharedClient(Path(server.address))
-        )
+        self.experts = RemoteExperts(geometry, hidden, self.directory, Connector(fingerprint))
         self.over = threading.Event()
         self.meeting: list[tuple[float, ...]] = []  # of calls that met a death: beginning, when it was seen, end
         self.durations_s: list[float] = []

@@ -13,10 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
-from coterie.experts.client import MonitoredDirectory, RemoteExperts
+from coterie.experts.client import Connector, MonitoredDirectory, RemoteExperts
 from coterie.experts.protocol import Request
 from coterie.experts.server import ExpertServer, ModelingKernel, load_experts, parse_experts
-from coterie.experts.transport import SharedClient
 from coterie.modeling.expert_tensors import ExpertFiles
 
 SAY_S = 0.05
@@ -31,9 +30,10 @@ def main(monitor, folder, name, tokens=TOKENS, in_flight=1):
     files = ExpertFiles.open(Path(folder))
     geometry, hidden = files.model.geometry, files.model.hidden
     calls = list(with_sums(files, inputs(geometry, hidden, int(tokens))))
-    directory = MonitoredDirectory(monitor, geometry, name)
+    fingerprint = files.fingerprint()
+    directory = MonitoredDirectory(monitor, geometry, fingerprint, name)
     directory.await_all(time.monotonic() + 30)
-    experts = RemoteExperts(geometry, hidden, directory, lambda server: SharedClient(Path(server.address)))
+    experts = RemoteExperts(geometry, hidden, directory, Connector(fingerprint))
     report = {"done": 0, "wrong": 0, "failed": []}
     said_s, turn, flying = time.monotonic(), 0, deque()
     while True:

@@ -1,5 +1,7 @@
 """The states of expert servers: stories by hand, and laws over random ones."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,7 +22,7 @@ from coterie.experts.membership import (
     Unknown,
 )
 from coterie.experts.view import AllKnown, Change, Snapshot, View
-from expert_members import server
+from expert_members import fingerprint, server
 
 TIMING = Timing(heartbeat_s=1, suspect_after_s=3, dead_after_s=10, joining_s=60, forget_after_s=100)
 A, B = server("a", "01", "01"), server("b", "12", "12")
@@ -166,7 +168,9 @@ def test_a_server_of_another_model_is_refused_until_the_last_of_the_first_model_
     other = server("b", "01", "01", model="large")
     assert made.on(Register(other, "serving"), 1) == (
         Refused(
-            "b serves large (2 layers of 8 experts), but a tiny (2 layers of 8 experts); one monitor has one model"
+            f"b serves large (2 layers of 8 experts, fingerprint {fingerprint('large')[:12]}), "
+            f"but a tiny (2 layers of 8 experts, fingerprint {fingerprint('tiny')[:12]}); "
+            "one monitor has one model: start the server with the same checkpoint, or with another monitor"
         ),
     )
     assert isinstance(made.on(Register(server("b", "01"), "serving"), 1)[0], Refused)  # one layer
@@ -214,6 +218,8 @@ def test_a_server_that_says_nonsense_of_itself_is_refused(change, message):
     held = change.pop("held", ("01",))
     with pytest.raises(InputError, match=message):
         server("a", *held, **change)
+    with pytest.raises(InputError, match=r"a: fingerprint 'F'; need 32 hex digits"):
+        replace(A, fingerprint="F")
 
 
 # --- laws --------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from coterie.errors import InputError, WireError
 from coterie.experts.protocol import Dtype, Reply, SlotShape, Status, frames
 from slot_requests import request_for
 
-SHAPE = SlotShape(tokens=5, hidden=3, top_k=2, layers=3, experts=16)
+SHAPE = SlotShape(tokens=5, hidden=3, top_k=2, layers=3, experts=16, fingerprint=bytes(range(16)))
 LINE = 64
 
 
@@ -72,7 +72,7 @@ def test_experts_that_the_model_does_not_have_are_refused_at_both_ends():
         frames.read_request(SHAPE, frames.read_head(SHAPE, line), body)
 
 
-def test_hellos_say_who_is_meant_and_what_a_slot_carries():
+def test_hellos_say_who_is_meant_and_what_a_slot_carries_of_which_model():
     token = bytes(range(16))
     assert frames.read_call(frames.write_call(token)) == token
     assert frames.read_answer(frames.write_answer(frames.Welcome.FULL, SHAPE, 9)) == (frames.Welcome.FULL, SHAPE, 9)
@@ -80,8 +80,8 @@ def test_hellos_say_who_is_meant_and_what_a_slot_carries():
 
 @pytest.mark.parametrize(
     ("line", "message"),
-    [(b"GET / HTTP/1.1\r\n".ljust(LINE), "need b'coterexp'"), (b"coterexp\x02".ljust(LINE, b"\0"), "version 2"),
-     (b"coterexp\x01".ljust(LINE, b"\0"), "tokens must be from 1"),
+    [(b"GET / HTTP/1.1\r\n".ljust(LINE), "need b'coterexp'"), (b"coterexp\x01".ljust(LINE, b"\0"), "version 1"),
+     (b"coterexp\x02".ljust(LINE, b"\0"), "tokens must be from 1"),
      (frames.write_answer(3, SHAPE, 9), "3 is not a valid Welcome")],
 )  # fmt: skip
 def test_another_hello_is_refused(line, message):

@@ -223,7 +223,7 @@ def test_a_damaged_file_is_refused(server, tmp_path):
         (data[:100], "100 bytes are no segment"),
         (b"", "empty"),
         (data[:-4096], "bytes for 2 slots"),
-        (data[:16] + bytes(20) + data[36:], "tokens must be from 1"),
+        (data[:24] + bytes(20) + data[44:], "tokens must be from 1"),
     ]:
         (tmp_path / "file").write_bytes(damage)
         with pytest.raises(WireError, match=message):

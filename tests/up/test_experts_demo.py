@@ -38,7 +38,7 @@ class Run:
 
     diary = ((8.0, "KILLED b: SIGKILL to process group 7"),)
     row = ServerRow("1", "b", "dead", "its end", "", "", 1, 0.5, 0.5, 64, 12.0, 3, 2, 0, 1 << 20)
-    status = Status("run", 7, True, 9.0, 2, [row], Coverage("tiny", 1, 64, {1: 64}, 0, None, None))
+    status = Status("run", 7, True, 9.0, 2, [row], Coverage("tiny", "0" * 32, 1, 64, {1: 64}, 0, None, None))
 
     class load:  # noqa: N801
         seen = SEEN

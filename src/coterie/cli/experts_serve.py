@@ -63,7 +63,7 @@ _POSITIVE = click.IntRange(min=1)
 def serve(**options: Any) -> None:
     """Serve experts of the checkpoint in the folder MODEL, until SIGTERM or Ctrl-C.
 
-    It reads no other experts.  Clients of this host hand it tokens through shared memory, those of others by TCP, if it
+    It loads no other experts.  Clients of this host hand it tokens through shared memory, those of others by TCP, if it
     is given a port for that; /config says where.
     """
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s")

@@ -8,6 +8,7 @@ import click
 import msgspec
 
 from coterie.cli.show import show
+from coterie.experts.members import SHORT
 from coterie.experts.monitor.calls import ask
 from coterie.experts.monitor.messages import Coverage, ServerRow, Status
 from coterie.report.tables import NONE, Table, number
@@ -51,7 +52,8 @@ def _sentences(found: Status) -> Iterator[str]:
 def _coverage(coverage: Coverage) -> Iterator[str]:
     if not coverage.model:
         return
-    yield f"{coverage.model}: {coverage.layers} layers of {coverage.experts} experts"
+    known_by = f"fingerprint {coverage.fingerprint[:SHORT]}"
+    yield f"{coverage.model}: {coverage.layers} layers of {coverage.experts} experts, {known_by}"
     replicas = ", ".join(f"{count} on {servers}" for servers, count in coverage.replicas.items())
     yield f"experts, by number of servers that serve them: {replicas}"
     if coverage.first_missing is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -18,8 +19,11 @@ State = Literal["joining", "serving", "draining", "suspect", "dead"]
 Held = tuple[tuple[int, ...], ...]
 """For each MoE layer, the experts that a server has, in ascending order."""
 
+SHORT = 12
+"""Digits of a fingerprint that people are shown."""
 _ASKED: tuple[State, ...] = ("serving", "draining", "suspect")
 _MAX_TEXT = 1024
+_FINGERPRINT = re.compile(r"[0-9a-f]{32}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +33,8 @@ class Server:
     Attributes:
         id: made at random when its process starts, so that no two are taken for each other.
         name: for people; a server that is started again may have the same.
-        model: name of the checkpoint; servers of one monitor have the same.
+        model: name of the checkpoint, for people.
+        fingerprint: what its experts are known by, see `modeling.expert_tensors`; servers of one monitor have the same.
         url: its HTTP side.
         address: where clients hand it requests: the path of its shared memory.
         tokens: the most that a request to it can carry.
@@ -38,12 +43,14 @@ class Server:
         since: membership epoch since when it has them; 0 if no monitor has said so yet.
 
     Raises:
-        InputError: a text is empty or too long, or the experts are not ascending or not from 0 to E - 1.
+        InputError: a text is empty or too long, the fingerprint is none, or the experts are not ascending or not from
+            0 to E - 1.
     """
 
     id: str
     name: str
     model: str
+    fingerprint: str
     url: str
     address: str
     tokens: int
@@ -56,6 +63,8 @@ class Server:
             text = getattr(self, field)
             if not (0 < len(text) <= _MAX_TEXT and text.isprintable()):
                 raise InputError(f"expert server: {field} {text[:80]!r}; need 1 to {_MAX_TEXT} printable characters")
+        if not _FINGERPRINT.fullmatch(self.fingerprint):
+            raise InputError(f"expert server {self.name}: fingerprint {self.fingerprint[:40]!r}; need 32 hex digits")
         if not 1 <= self.experts <= MAX_EXPERTS or not 1 <= len(self.held) <= MAX_LAYERS:
             raise InputError(
                 f"expert server {self.name}: {len(self.held)} layers of {self.experts} experts; "
@@ -72,9 +81,15 @@ class Server:
                 )
 
     @property
-    def kind(self) -> str:
+    def kind(self) -> tuple[str, int, int]:
         """What servers of one model have in common."""
-        return f"{self.model} ({len(self.held)} layers of {self.experts} experts)"
+        return self.fingerprint, len(self.held), self.experts
+
+    @property
+    def serves(self) -> str:
+        """Its model, for people."""
+        layers = f"{len(self.held)} layers of {self.experts} experts"
+        return f"{self.model} ({layers}, fingerprint {self.fingerprint[:SHORT]})"
 
 
 @dataclass(frozen=True, slots=True)

@@ -223,9 +223,11 @@ class Membership:
 
     def _misfit(self, server: Server) -> str | None:
         for other in self.living:
-            mine, theirs = server.kind, other.server.kind
-            if mine != theirs:
-                return f"{server.name} serves {mine}, but {other.server.name} {theirs}; one monitor has one model"
+            if server.kind != other.server.kind:
+                return (
+                    f"{server.name} serves {server.serves}, but {other.server.name} {other.server.serves}; one monitor "
+                    "has one model: start the server with the same checkpoint, or with another monitor"
+                )
         return None
 
     def _heartbeat(self, event: Heartbeat, now: float) -> Iterator[Action]:

@@ -5,6 +5,7 @@ Architectures of `config`, and GPT-OSS, whose layers have one tensor for all exp
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ from coterie.modeling.tiles import Floats, Shape
 
 Size = Annotated[int, msgspec.Meta(ge=1, le=1 << 24)]
 
+_EXPERTS = ".experts."
 _GPT_OSS = "gpt_oss"
 _SIZES = {
     "qwen3_moe": "moe_intermediate_size",
@@ -37,6 +39,9 @@ _SLOPE = 1.702  # transformers, modeling_gpt_oss.py: `GptOssExperts.alpha`; no f
 _MX_BLOCK = 32  # values that share a scale, two to a byte
 _MX_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 """E2M1, by its four bits: sign, exponent, mantissa (OCP Microscaling Formats 1.0, section 5.3.3)."""
+FINGERPRINT_BYTES = 16
+_SAMPLES = 127  # a prime, so that what is chosen evenly among all tensors is not of one kind of projection
+_SAMPLE_BYTES = 1024
 
 
 class _Fields(msgspec.Struct):
@@ -133,6 +138,42 @@ class ExpertFiles:
             self._file(name, *shape).floats(name) for name, shape in zip(names, (inward, inward, outward), strict=True)
         )
         return Expert(gate, up, down)
+
+    def fingerprint(self) -> str:
+        """What these experts are known by, wherever their files lie and however they are cut; 32 hexadecimal digits.
+
+        It is a digest of what a server computes by: fields of the configuration, each expert tensor's name, dtype and
+        shape, and a sample of their bytes, 1 KiB in the middle of 127 tensors at most, so that it costs the same for
+        any size.  A change to a few experts alone may go unnoticed.
+
+        Raises:
+            InputError: the checkpoint has no routed experts.
+        """
+        model, names = self.model, self._names()
+        fields = model.architecture, model.moe_layers, model.geometry.experts, model.hidden, model.size
+        digest = hashlib.blake2b(
+            msgspec.json.encode((*fields, model.bounds, model.mxfp4)), digest_size=FINGERPRINT_BYTES
+        )
+        for name in names:
+            digest.update(f"\n{name} {self._files[name].dtype(name)} {self._files[name].shape(name)}".encode())
+        count = min(len(names), _SAMPLES)
+        for place in range(count):
+            name = names[place * len(names) // count]
+            content = self._files[name].raw(name).data
+            first = max(0, len(content) - _SAMPLE_BYTES) // 2
+            digest.update(content[first : first + _SAMPLE_BYTES])
+        return digest.hexdigest()
+
+    def _names(self) -> list[str]:
+        """Names of all tensors of routed experts."""
+        blocks = {moe_block(self.model.architecture, layer) for layer in self.model.moe_layers}
+        names = sorted(name for name in self._files if name.partition(_EXPERTS)[0] in blocks and _EXPERTS in name)
+        if not names:
+            raise InputError(
+                f"{self.folder}: the checkpoint has no routed experts, by which clients and servers know each other; "
+                "a client needs its whole model's files, though it reads next to nothing of the experts"
+            )
+        return names
 
     def _of_stack(self, source: str, expert: int) -> Expert:
         """Of tensors `[E, ..]` in which gates and ups take turns."""

@@ -80,6 +80,10 @@ class TensorFile:
         """A tensor's shape."""
         return tuple(self._entries[name].shape)
 
+    def dtype(self, name: str) -> str:
+        """A tensor's dtype, as the file names it."""
+        return self._entries[name].dtype
+
     def raw(self, name: str, place: int | None = None) -> npt.NDArray[np.uint8]:
         """Bytes of a tensor, or of one place of its first axis, where they lie in the file."""
         start, stop = self._entries[name].data_offsets

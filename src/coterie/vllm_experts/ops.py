@@ -53,16 +53,16 @@ def connect(checkpoint: str, config: ExpertsConfig) -> None:
     Raises:
         ConfigError: the monitor's URL is none.
         EngineError: some expert has no server, even after a while.
-        InputError: the checkpoint's configuration cannot be read.
+        InputError: the checkpoint cannot be read.
         UnsupportedError: an architecture whose experts are not computed.
     """
     global _connections  # noqa: PLW0603 - operators have no other place for it
     if _connections is not None and _connections.process == os.getpid():
         return
-    model, stack = read_expert_model(Path(checkpoint)), ExitStack()
-    remote = stack.enter_context(remote_experts(model, config))
+    folder, stack = Path(checkpoint), ExitStack()
+    remote = stack.enter_context(remote_experts(folder, config))
     atexit.register(stack.close)
-    layers = {hidden: number for number, hidden in enumerate(model.moe_layers)}
+    layers = {hidden: number for number, hidden in enumerate(read_expert_model(folder).moe_layers)}
     _connections = _Connections(os.getpid(), remote, layers, config.timeout_s)
 
 

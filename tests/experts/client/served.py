@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from types import SimpleNamespace
 
 from coterie.experts.client import RoutingTable, Server
 from coterie.experts.protocol import SlotShape
@@ -28,6 +29,12 @@ class FixedDirectory:
         pass
 
 
+def known_model(checkpoint):
+    """What a client knows of its model."""
+    files = ExpertFiles.open(checkpoint)
+    return SimpleNamespace(geometry=files.model.geometry, hidden=files.model.hidden, fingerprint=files.fingerprint())
+
+
 @contextlib.contextmanager
 def serving(checkpoint, *experts, kernel=None, tokens=64):
     """A directory of servers that have these experts of a checkpoint, each as `parse_experts` reads them."""
@@ -36,7 +43,8 @@ def serving(checkpoint, *experts, kernel=None, tokens=64):
     for number, some in enumerate(experts):
         kernel_ = ModelingKernel(kernel)
         server = ExpertServer(files.model, kernel_, load_experts(files, parse_experts(some, geometry), kernel_))
-        shape = SlotShape(tokens, files.model.hidden, geometry.top_k, geometry.layers, geometry.experts)
+        sizes = tokens, files.model.hidden, geometry.top_k, geometry.layers, geometry.experts
+        shape = SlotShape(*sizes, fingerprint=bytes.fromhex(files.fingerprint()))
         shared.append(SharedServer(shape, slots=2))
         held[Server(f"server {number}", str(shared[-1].path))] = server.holding.held
         threads.append(threading.Thread(target=_serve, args=(shared[-1], server, over)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import re
 import signal
@@ -11,10 +12,11 @@ import threading
 import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from served import FixedDirectory
+from served import FixedDirectory, known_model
 
 from coterie.errors import EngineError, GoneError, WireError
 from coterie.experts.client import MonitoredDirectory, Patience, RemoteExperts, RoutingTable, Server, connections
@@ -22,9 +24,8 @@ from coterie.experts.client.connections import Connector
 from coterie.experts.monitor.calls import ask
 from coterie.experts.protocol import Request
 from coterie.experts.transport.tcp import TcpClient
-from coterie.modeling.expert_tensors import read_expert_model
 from expert_processes import expert_server
-from running_monitor import running_monitor
+from running_monitor import running_monitor, until
 from tiny_checkpoints import write_checkpoint
 
 
@@ -35,7 +36,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def model(checkpoint):
-    return read_expert_model(checkpoint)
+    return known_model(checkpoint)
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +67,9 @@ def directory_of(model, **servers):
 
 @contextlib.contextmanager
 def client(model, directory, **patience):
-    remote = RemoteExperts(model.geometry, model.hidden, directory, Connector(), patience=Patience(**patience))
+    remote = RemoteExperts(
+        model.geometry, model.hidden, directory, Connector(model.fingerprint), patience=Patience(**patience)
+    )
     with contextlib.closing(remote):
         yield remote
 
@@ -121,6 +124,64 @@ def test_a_replica_that_is_stopped_costs_no_bit_and_is_asked_again_when_it_goes_
             remote.compute(0, *inputs(model), time.monotonic() + 20)
 
 
+@pytest.fixture(scope="module")
+def late(checkpoint):
+    """A server that needs 0.4 s for all of a call, and has one slot for each transport."""
+    with expert_server(
+        checkpoint, "--name", "late", "--tcp-port", "0", "--pairs-per-s", "200", "--slots", "1"
+    ) as server:
+        yield server
+
+
+@pytest.fixture
+def free(late):
+    """The late server, as soon as the clients of earlier tests have left."""
+    until(lambda: late.get("/load").json()["clients"] == 0)
+    return late
+
+
+@pytest.mark.slow  # waits for a server that is slow on purpose
+@pytest.mark.usefixtures("transport")
+def test_a_server_that_is_late_is_doubted_but_never_lost_and_asked_again(model, a, free, caplog):
+    caplog.set_level(logging.INFO)
+    directory = directory_of(model, a=a, late=free)
+    expected = undisturbed(model, directory)
+    until(lambda: free.get("/load").json()["clients"] == 0)
+    before = computed_by(free)
+    with client(model, directory, reply_s=0.1, probe_s=0.05) as remote:
+        until(
+            lambda: (
+                np.testing.assert_array_equal(remote.compute(0, *inputs(model), time.monotonic() + 20), expected)
+                or computed_by(free) >= before + 5
+            )  # two probes at least, and what came too late
+        )
+    assert caplog.text.count("late is suspect") >= 2 <= caplog.text.count("late is good")
+    assert "lost" not in caplog.text
+
+
+@pytest.mark.slow  # as above
+@pytest.mark.usefixtures("transport")
+def test_a_late_server_that_has_no_replica_is_waited_for_and_asked_once(model, a, free):
+    expected = undisturbed(model, directory_of(model, a=a))
+    before = computed_by(free)
+    with client(model, directory_of(model, late=free), reply_s=0.1) as remote:
+        np.testing.assert_array_equal(remote.compute(0, *inputs(model), time.monotonic() + 20), expected)
+    assert computed_by(free) == before + 1
+
+
+@pytest.mark.slow  # as above
+@pytest.mark.usefixtures("transport")
+def test_a_server_that_has_no_slot_but_those_that_the_client_uses_is_not_doubted(model, free, monkeypatch):
+    directory, doubts = directory_of(model, late=free), []
+    monkeypatch.setattr(directory, "doubt", lambda server, *, gone: doubts.append((server, gone)))
+    with client(model, directory, reply_s=60) as remote:
+        expected = remote.compute(0, *inputs(model), time.monotonic() + 20)
+        started = [remote.start(0, *inputs(model)) for _ in range(2)]
+        for one in started:
+            np.testing.assert_array_equal(one.finish(time.monotonic() + 20), expected)
+    assert doubts == []
+
+
 @pytest.mark.parametrize("tokens", [1, 40, 300])
 def test_a_server_of_another_host_gives_the_same_bits(model, a, monkeypatch, tokens):
     directory, sums, made = directory_of(model, a=a), [], []
@@ -137,7 +198,7 @@ def test_a_server_of_another_host_gives_the_same_bits(model, a, monkeypatch, tok
 def test_a_server_that_is_started_again_takes_the_place_of_the_last_owner(model, checkpoint):
     with (
         running_monitor() as monitor,
-        contextlib.closing(MonitoredDirectory(monitor, model.geometry, "test")) as directory,
+        contextlib.closing(MonitoredDirectory(monitor, model.geometry, model.fingerprint, "test")) as directory,
         client(model, directory) as remote,
     ):
         with expert_server(checkpoint, "--monitor", monitor) as first:
@@ -171,10 +232,10 @@ def elsewhere(monkeypatch):
     monkeypatch.setattr(connections, "_is_here", lambda _: False)
 
 
-def failure(server):
+def failure(server, fingerprint="0" * 32):
     """What is wrong with a connection to a server of another host."""
     request = Request(0, 0, 0, np.zeros((1, 64), np.float32), np.zeros((1, 2), np.int32), np.zeros((1, 2), np.float32))
-    with contextlib.closing(Connector()(server)) as link:
+    with contextlib.closing(Connector(fingerprint)(server)) as link:
         pending = link.post(request)
         with pytest.raises((EngineError, WireError)) as caught:
             assert pending.look(time.monotonic() + 20) is None
@@ -192,6 +253,17 @@ def test_a_server_that_cannot_be_reached_says_why_when_its_reply_is_waited_for(a
     assert "must be http" in str(failure(Server("x", path, "nowhere")).value)
     with expert_server(checkpoint) as local:
         assert "start it with --tcp-port" in str(failure(Server("x", str(local.shared), local.url)).value)
+
+
+@pytest.mark.usefixtures("transport")
+def test_a_server_of_another_model_is_not_asked(model, a):
+    """Of the same shapes: nothing else would notice."""
+    other = SimpleNamespace(**{**vars(model), "fingerprint": "0" * 32})
+    before = a.get("/load").json()["requests"]
+    said = f"a has experts with the fingerprint {model.fingerprint[:12]}, this client's model has 000000000000"
+    with client(other, directory_of(model, a=a), probe_s=0.01) as remote, pytest.raises(EngineError, match=said):
+        remote.compute(0, *inputs(model), time.monotonic() + 0.3)
+    assert a.get("/load").json()["requests"] == before
 
 
 @pytest.mark.parametrize(
@@ -235,7 +307,7 @@ def test_a_connection_that_is_not_made_yet_holds_up_nobody_and_is_closed_when_it
     goes_on, made = threading.Event(), []
     monkeypatch.setattr(connections, "ask", lambda *args, **kwargs: (goes_on.wait(20), ask(*args, **kwargs))[1])
     monkeypatch.setattr(connections, "TcpClient", lambda *args: made.append(TcpClient(*args)) or made[0])
-    link = Connector()(Server("a", str(a.shared), a.url))
+    link = Connector(a.config["fingerprint"])(Server("a", str(a.shared), a.url))
     pending = link.post(
         Request(0, 0, 0, np.zeros((1, 64), np.float32), np.zeros((1, 2), np.int32), np.zeros((1, 2), np.float32))
     )

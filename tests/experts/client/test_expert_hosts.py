@@ -10,11 +10,10 @@ from types import SimpleNamespace
 import httpx
 import numpy as np
 import pytest
-from served import FixedDirectory
+from served import FixedDirectory, known_model
 
 from coterie.errors import EngineError
 from coterie.experts.client import Connector, Patience, RemoteExperts, RoutingTable, Server
-from coterie.modeling.expert_tensors import read_expert_model
 from expert_processes import expert_server
 from network_hosts import two_hosts
 from tiny_checkpoints import write_checkpoint
@@ -49,7 +48,7 @@ def world(tmp_path_factory):
         except PermissionError as error:
             pytest.skip(f"needs network namespaces: {error}")
         near, far = (HostedServer(stack.enter_context(hosted(checkpoint, host)), host) for host in hosts)
-        yield SimpleNamespace(here=hosts[0], near=near, far=far, model=read_expert_model(checkpoint))
+        yield SimpleNamespace(here=hosts[0], near=near, far=far, model=known_model(checkpoint))
 
 
 def hosted(checkpoint, host):
@@ -64,7 +63,7 @@ def client(world, *servers):
     held = {one.server: [range(model.geometry.experts)] * model.geometry.layers for one in servers}
     directory = FixedDirectory(RoutingTable.of(model.geometry, held, epoch=0, tokens=64))
     patience = Patience(reply_s=0.2, probe_s=0.1)
-    remote = RemoteExperts(model.geometry, model.hidden, directory, Connector(), patience=patience)
+    remote = RemoteExperts(model.geometry, model.hidden, directory, Connector(model.fingerprint), patience=patience)
     with contextlib.closing(remote):
         yield lambda limit_s=DEADLINE_S: world.here.call(
             lambda: remote.compute(0, *inputs(model), time.monotonic() + limit_s)

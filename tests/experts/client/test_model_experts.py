@@ -6,7 +6,7 @@ import contextlib
 
 import numpy as np
 import pytest
-from served import serving
+from served import known_model, serving
 
 from coterie.errors import ConfigError, EngineError, InputError
 from coterie.experts.client import RemoteExperts
@@ -14,7 +14,6 @@ from coterie.experts.client.connections import Connector
 from coterie.experts.client.model_experts import ExpertsConfig, ModelExperts
 from coterie.modeling import Model, StepBatch, prepare
 from coterie.modeling.checkpoint import Checkpoint
-from coterie.modeling.expert_tensors import read_expert_model
 from tiny_checkpoints import ARCHITECTURES, write_checkpoint
 
 
@@ -32,8 +31,10 @@ def logits_of(model, tokens=90):
 @contextlib.contextmanager
 def remote_model(checkpoint, directory, overlap=None):
     """The model without the weights of its experts."""
-    known = read_expert_model(checkpoint)
-    with contextlib.closing(RemoteExperts(known.geometry, known.hidden, directory, Connector())) as remote:
+    known = known_model(checkpoint)
+    with contextlib.closing(
+        RemoteExperts(known.geometry, known.hidden, directory, Connector(known.fingerprint))
+    ) as remote:
         weights = prepare(checkpoint, checkpoint / "packed", routed=False)
         yield Model.open(weights, experts=ModelExperts(remote, 60.0), overlap=overlap)
 
@@ -70,10 +71,12 @@ def test_weights_without_experts_are_made_of_the_other_tensors_alone(checkpoint,
 
 def test_a_layer_that_nobody_computes_in_time_is_an_error(checkpoint):
     hole = "0-6"
-    known = read_expert_model(checkpoint)
+    known = known_model(checkpoint)
     with (
         serving(checkpoint, hole) as directory,
-        contextlib.closing(RemoteExperts(known.geometry, known.hidden, directory, Connector())) as remote,
+        contextlib.closing(
+            RemoteExperts(known.geometry, known.hidden, directory, Connector(known.fingerprint))
+        ) as remote,
     ):
         weights = prepare(checkpoint, checkpoint / "packed", routed=False)
         for overlap in (None, 2):

@@ -1,5 +1,6 @@
 """Routing tables from what a monitor tells."""
 
+import re
 import time
 
 import pytest
@@ -13,7 +14,7 @@ from coterie.experts.membership import Leave, Register
 from coterie.experts.monitor.calls import ask
 from coterie.experts.monitor.messages import Status, Welcome
 from coterie.experts.view import View
-from expert_members import server
+from expert_members import fingerprint, server
 from running_monitor import running_monitor, until
 
 GEOMETRY = ModelGeometry(layers=1, experts=4, top_k=2)
@@ -36,18 +37,24 @@ def test_serving_owners_are_asked_and_draining_and_suspect_ones_only_where_there
         member("b", "01"), member("a", "0"), member("d", "012", "draining"),
         member("s", "0123", "suspect"), member("j", "0123", "joining"),
     )  # fmt: skip
-    table = routing_table(view(*members), GEOMETRY, tokens=1)
+    table = routing_table(view(*members), GEOMETRY, fingerprint(), tokens=1)
     assert names(table) == ["ab", "b", "d", "s"]
     assert (table.epoch, table.tokens) == (7, 16)
     assert table.owners[0][1] == (Server("b", "/dev/shm/coterie-experts-b", "http://127.0.0.1:1/b"),)
 
 
 def test_a_request_must_fit_every_server():
-    assert routing_table(view(member("a", "0", tokens=9), member("b", "1", tokens=5)), GEOMETRY, tokens=1).tokens == 5
+    assert (
+        routing_table(
+            view(member("a", "0", tokens=9), member("b", "1", tokens=5)), GEOMETRY, fingerprint(), tokens=1
+        ).tokens
+        == 5
+    )
 
 
-def test_servers_of_another_model_are_left_out():
-    table = routing_table(view(Member(server("a", "01", experts=5), "serving")), GEOMETRY, tokens=3)
+@pytest.mark.parametrize("other", [{"experts": 5}, {"experts": 4, "model": "tiny, another revision"}])
+def test_servers_of_another_model_are_left_out(other):
+    table = routing_table(view(Member(server("a", "01", **other), "serving")), GEOMETRY, fingerprint(), tokens=3)
     assert (names(table), table.tokens) == (["", "", "", ""], 3)
 
 
@@ -59,7 +66,7 @@ def monitor():
 
 @pytest.fixture
 def directory(monitor):
-    made = MonitoredDirectory(monitor, GEOMETRY, "client")
+    made = MonitoredDirectory(monitor, GEOMETRY, fingerprint(), "client")
     yield made
     made.close()
 
@@ -92,11 +99,13 @@ def test_waiting_for_a_newer_table_ends_with_it_or_in_time(monitor, directory):
 
 def test_experts_without_a_server_are_named_when_the_time_is_over(monitor, directory, caplog):
     register(monitor, "a", "01", experts=5)
-    until(lambda: "expert server a is of another model: tiny (1 layers of 5 experts)" in caplog.text)
+    kind = rf"tiny \(1 layers of 5 experts, fingerprint {fingerprint()[:12]}\)"
+    said = rf"server a is of another model: it serves {kind}, this client's has the fingerprint {fingerprint()[:12]}"
+    until(lambda: re.search(said, caplog.text))
     with pytest.raises(
         EngineError,
-        match=r"4 experts of 1 layers x 4 experts, top-2 have no server, layer 0 expert 0 first; "
-        r"the monitor knows a \((serving|suspect), tiny \(1 layers of 5 experts\)\)",
+        match=rf"4 experts of 1 layers x 4 experts, top-2, fingerprint {fingerprint()[:12]}, have no server, "
+        rf"layer 0 expert 0 first; the monitor knows a \((serving|suspect)\) of {kind}; start servers of them",
     ):
         directory.await_all(time.monotonic())
 

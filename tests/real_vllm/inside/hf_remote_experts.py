@@ -26,7 +26,7 @@ def compare(checkpoint, monitor):
     prompts = [torch.randint(10, 50, (1, length)) for length in (1, 7, 40)]
     stock = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
     known = read_expert_model(checkpoint)
-    with remote_experts(known, ExpertsConfig(monitor, "transformers")) as experts, torch.inference_mode():
+    with remote_experts(checkpoint, ExpertsConfig(monitor, "transformers")) as experts, torch.inference_mode():
         remote = load_model(checkpoint, known, experts, timeout_s=30.0)
         differences = [
             (remote(ids).logits - stock(ids).logits).abs().max() / stock(ids).logits.abs().max() for ids in prompts

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 from coterie.errors import ConfigError, EngineError, GoneError, WireError
 from coterie.experts.client.links import Link, Pending
 from coterie.experts.client.table import Server
+from coterie.experts.members import SHORT
 from coterie.experts.monitor.calls import ask
 from coterie.experts.protocol import Reply, Request
 from coterie.experts.protocol.frames import TOKEN_BYTES
@@ -44,20 +45,24 @@ class Connector:
 
     A server whose file is in this host's shared memory is on this host, since its name has 128 random bits.  Others are
     asked by HTTP for their address, and connected to by TCP, in a thread: who sends a request does not wait for that.
+
+    Args:
+        fingerprint: of the client's model; see `ExpertFiles.fingerprint`.  Servers of other experts are not asked.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, fingerprint: str) -> None:
+        self._fingerprint = fingerprint
         self._unsent: set[TcpClient] = set()
 
     def __call__(self, server: Server) -> Link:
         """A connection to a server; errors of one by TCP come when its first reply is looked for.
 
         Raises:
-            EngineError: the server is on this host and gone, or all its slots are taken.
+            EngineError: the server is on this host and gone, has another model's experts, or all its slots are taken.
             WireError: its file is damaged.
         """
         if not server.url or _is_here(server):
-            return SharedClient(Path(server.address))
+            return self._of_this_model(SharedClient(Path(server.address)), server)
         return _LateLink(partial(self._by_tcp, server))
 
     def _by_tcp(self, server: Server) -> Link:
@@ -75,7 +80,17 @@ class Connector:
         host = offer.tcp.host
         if is_any(host):
             host = urlsplit(server.url).hostname or host
-        return TcpClient((host, offer.tcp.port), token, server.name, self._unsent)
+        return self._of_this_model(TcpClient((host, offer.tcp.port), token, server.name, self._unsent), server)
+
+    def _of_this_model(self, link: SharedClient | TcpClient, server: Server) -> Link:
+        theirs = link.shape.fingerprint.hex()
+        if theirs == self._fingerprint:
+            return link
+        link.close()
+        raise EngineError(
+            f"expert server {server.name} has experts with the fingerprint {theirs[:SHORT]}, this client's model has "
+            f"{self._fingerprint[:SHORT]}: start the server with the client's checkpoint, or the client with its"
+        )
 
 
 class _LateLink:

@@ -14,7 +14,7 @@ from coterie.experts.client.connections import Connector
 from coterie.experts.client.exchange import Patience
 from coterie.experts.client.monitored import MonitoredDirectory
 from coterie.experts.client.remote import RemoteExperts, Started
-from coterie.modeling.expert_tensors import ExpertModel, read_expert_model
+from coterie.modeling.expert_tensors import ExpertFiles, read_expert_model
 from coterie.modeling.gates import Choice
 from coterie.modeling.tiles import Floats
 
@@ -88,24 +88,28 @@ def experts_of(checkpoint: Path, config: ExpertsConfig) -> Iterator[ModelExperts
     """A checkpoint's experts, as `modeling.Model` takes them.
 
     Raises:
-        CoterieError: as `read_expert_model` and `remote_experts`.
+        CoterieError: as `remote_experts`.
     """
-    with remote_experts(read_expert_model(checkpoint), config) as remote:
+    with remote_experts(checkpoint, config) as remote:
         yield ModelExperts(remote, config.timeout_s)
 
 
 @contextlib.contextmanager
-def remote_experts(model: ExpertModel, config: ExpertsConfig) -> Iterator[RemoteExperts]:
-    """Connections to the servers of a model's experts.
+def remote_experts(checkpoint: Path, config: ExpertsConfig) -> Iterator[RemoteExperts]:
+    """Connections to the servers of a checkpoint's experts; they must have been started with the same checkpoint.
 
     Raises:
         ConfigError: the monitor's URL is none.
         EngineError: some expert has no server, even after a while.
+        InputError: a file is missing or damaged, or a field is missing or wrong.
+        UnsupportedError: an architecture or a setting whose experts are not computed here.
     """
-    with contextlib.closing(MonitoredDirectory(config.monitor, model.geometry, config.name)) as directory:
+    model, fingerprint = read_expert_model(checkpoint), ExpertFiles.open(checkpoint).fingerprint()
+    with contextlib.closing(MonitoredDirectory(config.monitor, model.geometry, fingerprint, config.name)) as directory:
         _log.info("waiting %g s at most until %s knows a server of every expert", READY_S, config.monitor)
         directory.await_all(time.monotonic() + READY_S)
-        remote = RemoteExperts(model.geometry, model.hidden, directory, Connector(), patience=config.patience)
+        connect = Connector(fingerprint)
+        remote = RemoteExperts(model.geometry, model.hidden, directory, connect, patience=config.patience)
         with contextlib.closing(remote):
             remote.connect(time.monotonic() + _CONNECT_S)
             _log.info("the experts are at %d servers", len(directory.table().servers()))

@@ -9,7 +9,7 @@ from coterie.core import ModelGeometry
 from coterie.errors import EngineError
 from coterie.experts.client.table import RoutingTable, Server
 from coterie.experts.follower import Follower
-from coterie.experts.members import Member, best_owners
+from coterie.experts.members import SHORT, Member, best_owners
 from coterie.experts.view import View
 
 _log = logging.getLogger("coterie.experts")
@@ -21,15 +21,16 @@ class MonitoredDirectory:
     Args:
         monitor: its URL.
         geometry: of the model.
+        fingerprint: of its experts; see `ExpertFiles.fingerprint`.
         name: of the client, for people.
 
     Raises:
         ConfigError: `monitor` is no URL.
     """
 
-    def __init__(self, monitor: str, geometry: ModelGeometry, name: str) -> None:
-        self._geometry = geometry
-        self._now = View(), routing_table(View(), geometry, tokens=1)
+    def __init__(self, monitor: str, geometry: ModelGeometry, fingerprint: str, name: str) -> None:
+        self._geometry, self._fingerprint = geometry, fingerprint
+        self._now = View(), routing_table(View(), geometry, fingerprint, tokens=1)
         self._follower = Follower(monitor, name, self._take)
         self._follower.start()
 
@@ -69,9 +70,12 @@ class MonitoredDirectory:
 
     def _take(self, view: View) -> None:
         for member in view.all:
-            if not _fits(member, self._geometry) and member.server.id not in self._now[0].members:
-                _log.error("expert server %s is of another model: %s", member.server.name, member.server.kind)
-        self._now = view, routing_table(view, self._geometry, tokens=self.table().tokens)
+            if not _fits(member, self._geometry, self._fingerprint) and member.server.id not in self._now[0].members:
+                _log.error(
+                    "expert server %s is of another model: it serves %s, this client's has the fingerprint %s",
+                    *(member.server.name, member.server.serves, self._fingerprint[:SHORT]),
+                )
+        self._now = view, routing_table(view, self._geometry, self._fingerprint, tokens=self.table().tokens)
 
     def _problem(self, view: View, table: RoutingTable) -> str | None:
         """Why not every expert has a server."""
@@ -83,24 +87,26 @@ class MonitoredDirectory:
         ]
         if not lacking:
             return None
-        known = ", ".join(f"{member.server.name} ({member.state}, {member.server.kind})" for member in view.all)
+        known = ", ".join(f"{member.server.name} ({member.state}) of {member.server.serves}" for member in view.all)
         why = self._follower.problem or f"the monitor knows {known or 'none'}"
         layer, expert = lacking[0]
         return (
-            f"{len(lacking)} experts of {self._geometry} have no server, layer {layer} expert {expert} first; "
-            f"{why}; start servers of them: coterie experts serve MODEL --experts WHICH --monitor URL"
+            f"{len(lacking)} experts of {self._geometry}, fingerprint {self._fingerprint[:SHORT]}, have no server, "
+            f"layer {layer} expert {expert} first; {why}; start servers of them, with this client's checkpoint: "
+            "coterie experts serve MODEL --experts WHICH --monitor URL"
         )
 
 
-def routing_table(view: View, geometry: ModelGeometry, *, tokens: int) -> RoutingTable:
+def routing_table(view: View, geometry: ModelGeometry, fingerprint: str, *, tokens: int) -> RoutingTable:
     """Whom to ask for what: of each expert's servers those that serve, else those that drain, else suspects.
 
     Args:
         view: servers; those of another model are left out.
         geometry: of the model.
+        fingerprint: of its experts.
         tokens: most tokens of a request, if there is no server that says so.
     """
-    members = [member for member in view.all if _fits(member, geometry)]
+    members = [member for member in view.all if _fits(member, geometry, fingerprint)]
     if not members:
         return RoutingTable(view.epoch, tokens, (((),) * geometry.experts,) * geometry.layers)
     servers = {one.id: Server(one.name, one.address, one.url) for one in (member.server for member in members)}
@@ -110,5 +116,5 @@ def routing_table(view: View, geometry: ModelGeometry, *, tokens: int) -> Routin
     return RoutingTable(view.epoch, min(member.server.tokens for member in members), owners)
 
 
-def _fits(member: Member, geometry: ModelGeometry) -> bool:
-    return (len(member.server.held), member.server.experts) == (geometry.layers, geometry.experts)
+def _fits(member: Member, geometry: ModelGeometry, fingerprint: str) -> bool:
+    return member.server.kind == (fingerprint, geometry.layers, geometry.experts)

@@ -11,7 +11,9 @@ import numpy.typing as npt
 from coterie.errors import InputError
 from coterie.experts.members import Held, Server, placed_experts
 from coterie.experts.monitor.messages import Load, Suggestion
+from coterie.experts.monitor.moves import keeping_most, moves, table
 from coterie.placement import balance
+from coterie.placement.balance import EVEN
 
 Floats = npt.NDArray[np.float64]
 
@@ -100,7 +102,9 @@ def imbalance(loads: Floats) -> float | None:
 
 
 def suggest(servers: Sequence[Server], rates: Floats) -> Suggestion:
-    """A placement for the load of late, on servers that keep their sizes; see `placement.balance`.
+    """A placement for the load of late, on servers that keep their sizes, and the way there; see `placement.balance`.
+
+    A layer that is as even as it would be stays as it is; in others, equals among the servers get what moves least.
 
     Args:
         servers: those that serve.
@@ -109,15 +113,25 @@ def suggest(servers: Sequence[Server], rates: Floats) -> Suggestion:
     Raises:
         InputError: there is no server or no load, or they have fewer places than there are experts.
     """
-    now = imbalance(rates.sum(axis=2)) if servers else None
+    loads, load = rates.sum(axis=2), rates.sum(axis=0)
+    now = imbalance(loads) if servers else None
     if now is None:
         raise InputError("placement: no server that serves has had any load yet")
-    load = rates.sum(axis=0)
     placement = balance(load, [max(map(len, one.held)) for one in servers])
-    held: dict[str, Held] = {one.id: placed_experts(placement, rank) for rank, one in enumerate(servers)}
-    then = imbalance(placement.loads(load).T)
-    assert then is not None
-    return Suggestion(now, then, held)
+    placed, then = [placed_experts(placement, rank) for rank in range(len(servers))], placement.loads(load).T
+    before = table([one.held for one in servers], load.shape[1])
+    after = keeping_most(before, table(placed, load.shape[1]))
+    stays = (before.sum(axis=0) > 0).all(axis=1) & (loads.max(axis=0) * (1 - EVEN) <= then.max(axis=0))
+    after[:, stays] = before[:, stays]
+    suggested = imbalance(np.where(stays, loads, then))
+    assert suggested is not None
+    held = {one.id: _held(rows) for one, rows in zip(servers, after, strict=True)}
+    return Suggestion(now, suggested, held, int((after & ~before).sum()), moves(servers, before, after))
+
+
+def _held(rows: npt.NDArray[np.bool_]) -> Held:
+    """Of a table `[L, E]`."""
+    return tuple(tuple(np.flatnonzero(row).tolist()) for row in rows)
 
 
 def _table(server: Server, load: Load) -> Floats:

@@ -107,6 +107,7 @@ class Coverage(msgspec.Struct, frozen=True):
 
     Attributes:
         model: its name; empty while there is no server.
+        fingerprint: what its experts are known by.
         replicas: how many experts, over all layers, are on so many servers that serve.
         missing: how many experts, over all layers, no server has which serves, drains or is suspect.
         first_missing: layer and number of the first of them; None if there is none.
@@ -114,6 +115,7 @@ class Coverage(msgspec.Struct, frozen=True):
     """
 
     model: str
+    fingerprint: str
     layers: int
     experts: int
     replicas: dict[int, int]
@@ -142,6 +144,21 @@ class Status(msgspec.Struct, frozen=True):
     coverage: Coverage
 
 
+class Move(msgspec.Struct, frozen=True):
+    """Experts that one server has and another one would need.
+
+    Attributes:
+        source: id of a server that has them, one that would give them up where there is any; None if no server that
+            serves has them.
+        target: id of the server that would need them.
+        experts: of each layer.
+    """
+
+    source: str | None
+    target: str
+    experts: Held
+
+
 class Suggestion(msgspec.Struct, frozen=True):
     """Where the experts would be, were the serving servers filled anew by the load of late; nobody moves them.
 
@@ -149,8 +166,12 @@ class Suggestion(msgspec.Struct, frozen=True):
         imbalance: as in `Coverage`, now.
         suggested: what it would be.
         held: by server's id, the experts of each layer.
+        copies: how many experts servers would have to be given, over all layers and servers.
+        moves: which, and by whom.
     """
 
     imbalance: float
     suggested: float
     held: dict[str, Held]
+    copies: int
+    moves: list[Move]

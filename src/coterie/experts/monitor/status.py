@@ -49,7 +49,9 @@ def _row(monitor: Monitor, member: Member) -> ServerRow:
 
 def _coverage(monitor: Monitor, living: Sequence[Member]) -> Coverage:
     if not living:
-        return Coverage(model="", layers=0, experts=0, replicas={}, missing=0, first_missing=None, imbalance=None)
+        return Coverage(
+            model="", fingerprint="", layers=0, experts=0, replicas={}, missing=0, first_missing=None, imbalance=None
+        )
     first = living[0].server
     everything = [(layer, expert) for layer in range(len(first.held)) for expert in range(first.experts)]
     serving = _owners(member for member in living if member.state == "serving")
@@ -58,6 +60,7 @@ def _coverage(monitor: Monitor, living: Sequence[Member]) -> Coverage:
     servers = [member.server for member in living if member.state == "serving"]
     return Coverage(
         model=first.model,
+        fingerprint=first.fingerprint,
         layers=len(first.held),
         experts=first.experts,
         replicas=dict(sorted(Counter(serving[one] for one in everything).items())),

@@ -10,7 +10,7 @@ A line is not trusted: its sizes are checked against the slot's shape before any
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from enum import IntEnum
 from typing import Any, TypeAlias
 
@@ -22,9 +22,9 @@ from coterie.experts.protocol.layout import LINE, Dtype, Reply, Request, SlotSha
 
 Bytes: TypeAlias = bytes | memoryview
 
-_MAGIC, _VERSION = b"coterexp", 1
+_MAGIC, _VERSION = b"coterexp", 2
 _CALL = struct.Struct("<8sI16s36x")  # magic, version, token of the server that is meant
-_ANSWER = struct.Struct("<8sIIIIIIII24x")  # magic, version, welcome, slots, shape
+_ANSWER = struct.Struct("<8sIIIIIIII16s8x")  # magic, version, welcome, slots, shape
 _REQUEST = struct.Struct("<QQQIIIIII16x")  # sequence, epoch, owner, layer, tokens, hidden, top_k, dtype, kind
 _REPLY = struct.Struct("<QQIIII32x")  # sequence, epoch, status, tokens, hidden, dtype
 assert _CALL.size == _ANSWER.size == _REQUEST.size == _REPLY.size == LINE
@@ -128,8 +128,7 @@ def read_call(line: Bytes) -> bytes:
 
 def write_answer(welcome: Welcome, shape: SlotShape, slots: int) -> bytes:
     """A server's hello: whether the client has a slot now, how many there are, and what they carry."""
-    sizes = shape.tokens, shape.hidden, shape.top_k, shape.layers, shape.experts
-    return _ANSWER.pack(_MAGIC, _VERSION, welcome, slots, *sizes)
+    return _ANSWER.pack(_MAGIC, _VERSION, welcome, slots, *astuple(shape))
 
 
 def read_answer(line: Bytes) -> tuple[Welcome, SlotShape, int]:
@@ -138,10 +137,10 @@ def read_answer(line: Bytes) -> tuple[Welcome, SlotShape, int]:
     Raises:
         WireError: it is no server's hello.
     """
-    magic, version, welcome, slots, *sizes = _ANSWER.unpack(line)
+    magic, version, welcome, slots, *shape = _ANSWER.unpack(line)
     _check_magic(magic, version)
     try:
-        return Welcome(welcome), SlotShape(*sizes), slots
+        return Welcome(welcome), SlotShape(*shape), slots
     except (ValueError, InputError) as error:
         raise WireError(f"expert server's hello: {error}") from error
 

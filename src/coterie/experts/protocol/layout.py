@@ -105,7 +105,7 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class SlotShape:
-    """The most that one slot can carry.
+    """The most that one slot can carry, and for which model's experts.
 
     Attributes:
         tokens: most tokens T of a request.
@@ -113,6 +113,7 @@ class SlotShape:
         top_k: most experts K of a token.
         layers: MoE layers of the model.
         experts: experts of each layer.
+        fingerprint: 16 bytes that the model's experts are known by; zeros if nobody compares them.
 
     Raises:
         InputError: a value is out of range.
@@ -123,6 +124,7 @@ class SlotShape:
     top_k: int
     layers: int
     experts: int
+    fingerprint: bytes = bytes(16)
 
     def __post_init__(self) -> None:
         most = {"tokens": _MOST, "hidden": _MOST, "top_k": self.experts, "layers": MAX_LAYERS, "experts": MAX_EXPERTS}

@@ -49,6 +49,7 @@ def describe(process: ServerProcess) -> dict[str, Any]:
         "id": process.id,
         "name": process.config.name,
         "model": process.model_name,
+        "fingerprint": process.fingerprint,
         "architecture": model.architecture,
         "layers": geometry.layers,
         "experts": geometry.experts,

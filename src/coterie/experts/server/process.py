@@ -99,6 +99,7 @@ class ServerProcess:
     Attributes:
         phase: joining while it loads, then serving, then draining.
         model: whose experts they are.
+        fingerprint: what they are known by; see `ExpertFiles.fingerprint`.
         shared: where clients of this host hand it requests.
         tcp: where others do; None for nowhere.
         intake: all ways by which requests come.
@@ -106,7 +107,7 @@ class ServerProcess:
 
     Raises:
         ConfigError: there is no such address for TCP.
-        InputError: the checkpoint's configuration cannot be read, or it does not have the experts.
+        InputError: the checkpoint cannot be read, or does not have the experts.
         UnsupportedError: experts that are not computed here, or too little shared memory.
     """
 
@@ -114,8 +115,10 @@ class ServerProcess:
         self.config, self.id = config, secrets.token_hex(16)
         self.model: ExpertModel = read_expert_model(config.model)
         self._wanted: Held = parse_experts(config.experts, self.model.geometry)
-        geometry = self.model.geometry
-        shape = SlotShape(config.max_tokens, self.model.hidden, geometry.top_k, geometry.layers, geometry.experts)
+        self.fingerprint = ExpertFiles.open(config.model).fingerprint()
+        geometry, known_by = self.model.geometry, bytes.fromhex(self.fingerprint)
+        sizes = config.max_tokens, self.model.hidden, geometry.top_k, geometry.layers, geometry.experts
+        shape = SlotShape(*sizes, fingerprint=known_by)
         listener = _tcp_listener(config)
         self.shared = SharedServer(shape, config.slots)
         self.tcp = TcpServer(listener, bytes.fromhex(self.id), self.shared, config.slots) if listener else None
@@ -155,6 +158,7 @@ class ServerProcess:
             id=self.id,
             name=self.config.name,
             model=self.model_name,
+            fingerprint=self.fingerprint,
             url=url,
             address=str(self.shared.path),
             tokens=self.config.max_tokens,

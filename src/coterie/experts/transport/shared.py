@@ -1,6 +1,6 @@
 """Expert servers and clients of one host: slots in shared memory, doorbells, no spinning.
 
-0     magic, version, number of slots, shape of a slot, server's identity
+0     magic, version, number of slots, server's identity, shape of a slot
 64    doorbell of the server
 4096  slots, each in whole pages
 """
@@ -12,6 +12,7 @@ import os
 import struct
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import astuple
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -25,7 +26,7 @@ from coterie.experts.protocol.layout import DOORBELL, SlotMemory
 from coterie.experts.transport.doorbell import Doorbell
 from coterie.experts.transport.identity import is_alive, is_ending, own_identity
 from coterie.experts.transport.inlet import Ready
-from coterie.experts.transport.pending import Pending
+from coterie.experts.transport.pending import FullError, Pending
 from coterie.experts.transport.words import Words
 from coterie.shm import SharedFile
 
@@ -34,8 +35,8 @@ LOOK_S = 0.02
 """How often a waiting client looks whether the server lives."""
 SWEEP_S = 0.1
 """How often a server looks whether its clients live."""
-_MAGIC, _VERSION = b"coterexp", 1
-_HEADER = struct.Struct("<8sIIIIIIIQ")
+_MAGIC, _VERSION = b"coterexp", 2
+_HEADER = struct.Struct("<8sIIQIIIII16s")
 _BELL, _PAGE = 64, 4096
 _READY = int(rules.State.READY)  # compared with each slot's at every look
 
@@ -97,7 +98,7 @@ class SharedServer:
         self.shape, self._me = shape, own_identity()
         self._file = SharedFile.create(PREFIX, _PAGE + slots * _pages(shape.size))
         self.path = self._file.path
-        _HEADER.pack_into(self._file.memory, 0, _MAGIC, _VERSION, slots, *_sizes(shape), self._me)
+        _HEADER.pack_into(self._file.memory, 0, _MAGIC, _VERSION, slots, self._me, *astuple(shape))
         words = Words(self._file.memory)
         self._bell = Doorbell(words, _BELL)
         self._slots = list(_slots(words, self._file.memory, shape, slots))
@@ -154,7 +155,7 @@ class SharedClient:
 
     Raises:
         WireError: it is not such a file.
-        EngineError: the server is gone, or all its slots are taken.
+        EngineError: the server is gone; a `FullError`, if all its slots are taken.
     """
 
     def __init__(self, path: Path) -> None:
@@ -165,7 +166,7 @@ class SharedClient:
         free = (slot for slot in _slots(words, memory, self.shape, slots) if rules.claim(slot, self._me))
         self._slot = next(free, None)
         if self._slot is None:
-            raise EngineError(f"expert server {path.name}: all {slots} slots are taken; start it with more")
+            raise FullError(f"expert server {path.name}: all {slots} slots are taken; start it with more")
 
     @property
     def alive(self) -> bool:
@@ -246,11 +247,11 @@ def _open(path: Path) -> tuple[mmap.mmap, int, SlotShape, int]:
         os.close(descriptor)
     if len(memory) < _PAGE:
         raise WireError(f"expert server {path.name}: {len(memory)} bytes are no segment")
-    magic, version, slots, *sizes, server = _HEADER.unpack_from(memory)
+    magic, version, slots, server, *carries = _HEADER.unpack_from(memory)
     if (magic, version) != (_MAGIC, _VERSION):
         raise WireError(f"expert server {path.name}: {magic!r}, version {version}; need {_MAGIC!r}, version {_VERSION}")
     try:
-        shape = SlotShape(*sizes)
+        shape = SlotShape(*carries)
     except InputError as error:
         raise WireError(f"expert server {path.name}: {error}") from error
     if len(memory) != _PAGE + slots * _pages(shape.size):
@@ -268,10 +269,6 @@ def _state_bytes(memory: mmap.mmap, shape: SlotShape, slots: int) -> npt.NDArray
     Who rings has changed the word before, and the doorbell is read before the bytes, so that none is overlooked.
     """
     return np.frombuffer(memory, np.uint8, slots * _pages(shape.size), _PAGE)[Word.STATE :: _pages(shape.size)]
-
-
-def _sizes(shape: SlotShape) -> tuple[int, ...]:
-    return shape.tokens, shape.hidden, shape.top_k, shape.layers, shape.experts
 
 
 def _pages(size: int) -> int:
