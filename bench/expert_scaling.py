@@ -6,7 +6,8 @@
 Each server computes so many pairs of token and expert in a second and no more, as if it had a machine of its own.  Two
 client processes have four calls of 16 tokens in flight each.  Experts are on two servers where there are as many.
 Then, with four servers: one is killed, started again, drained, and started again; what clients get is counted over the
-same time after each.  Capacity is pairs in a second over experts of a token, for each server that serves.
+same time after each.  Capacity is pairs in a second over experts of a token, for each server that serves.  "Idle" is
+what of the cores nobody used meanwhile: where it is near 0, servers were short of a machine, and not of their pace.
 """
 
 from __future__ import annotations
@@ -41,21 +42,29 @@ class Rates:
     def row(self, name: str) -> dict[str, Any]:
         """Counted over so many seconds from now on."""
         time.sleep(SETTLE_S)
-        before, began_s = self._done(), time.monotonic()
+        before, began_s, ticks = self._done(), time.monotonic(), idle_and_all()
         time.sleep(self._seconds)
         rate = (self._done() - before) * TOKENS / (time.monotonic() - began_s)
         capacity = self._tokens_per_server_s * sum(self._world.runs(server) for server in self._world.servers)
+        idle, every = (now - then for now, then in zip(idle_and_all(), ticks, strict=True))
         last = [client.last for client in self._world.clients.values()]
         return {
             "with": name,
             "tokens/s": round(rate),
             "of capacity": round(rate / capacity, 3),
+            "idle": round(idle / every, 2),
             "failed": sum(len(one["failed"]) for one in last),
             "wrong": sum(one["wrong"] for one in last),
         }
 
     def _done(self) -> int:
         return sum(client.last["done"] for client in self._world.clients.values())
+
+
+def idle_and_all() -> tuple[int, int]:
+    """Ticks of all cores since the machine started; see `man 5 proc_stat`."""
+    ticks = [int(field) for field in Path("/proc/stat").read_text(encoding="utf-8").splitlines()[0].split()[1:]]
+    return ticks[3] + ticks[4], sum(ticks[:8])
 
 
 def world(servers: int, pairs_per_s: float, folder: str) -> ProcessWorld:

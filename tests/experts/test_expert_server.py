@@ -132,6 +132,7 @@ def test_a_request_for_an_expert_elsewhere_is_refused_and_others_beside_it_are_c
     assert [reply.status for reply in replies] == [Status.ABSENT, Status.COMPUTED]
     assert replies[0].sums.shape == (0, HIDDEN)
     assert [reply.epoch for reply in replies] == [7, 7]
+    server.tally()
     assert server.usage.requests == {Status.COMPUTED: 1, Status.STALE: 0, Status.ABSENT: 1, Status.MALFORMED: 0}
 
 
@@ -187,6 +188,9 @@ def test_load_is_counted_by_expert_and_layer(checkpoint):
     one = random_request(0, 3, layer=1)
     ids = np.array([[0, 1], [1, -1], [-1, -1]], np.int32)
     server.compute([of(one, ids=ids), of(one, ids=ids)])
+    assert server.usage.batches == 0  # replies do not wait for counts
+    for _ in range(2):  # what was counted is not counted again
+        server.tally()
     assert server.usage.load.tolist() == [[0] * 8, [2, 4, 0, 0, 0, 0, 0, 0]]
     usage = server.usage
     assert (usage.batches, usage.merged, usage.tokens, usage.active) == (1, 2, 6, 2)

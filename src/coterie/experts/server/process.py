@@ -224,6 +224,7 @@ class Serving:
         try:
             while not self._over.is_set():
                 if self.intake.step(self.server.compute, _LOOK_S):
+                    self.server.tally()
                     self._asked_s = time.monotonic()
         except BaseException as error:
             self._problem = error

@@ -30,7 +30,7 @@ class ExpertServer(Generic[WeightsT]):
         clock: by which the time spent computing is counted.
 
     Attributes:
-        usage: what it has computed so far.
+        usage: what it has computed so far, without what `tally` has not counted yet.
     """
 
     def __init__(
@@ -42,6 +42,7 @@ class ExpertServer(Generic[WeightsT]):
     ) -> None:
         self.model, self.kernel, self.usage = model, kernel, Usage.of(model.geometry)
         self._holding, self._clock, self._changing = holding, clock, threading.Lock()
+        self._uncounted: list[tuple[Batch, float]] = []
 
     @property
     def holding(self) -> Holding[WeightsT]:
@@ -86,6 +87,15 @@ class ExpertServer(Generic[WeightsT]):
                 replies[number] = Reply(holding.since, Status.COMPUTED, sums, batch.dtype)
         return [replies[number] for number in range(len(requests))]
 
+    def tally(self) -> None:
+        """Count what `compute` has computed: when replies have left, so that no client waits for it.
+
+        The thread of `compute` calls it.
+        """
+        for batch, seconds in self._uncounted:
+            self.usage.add(batch, seconds)
+        self._uncounted.clear()
+
     def _refuse(self, holding: Holding[WeightsT], status: Status) -> Reply:
         self.usage.requests[status] += 1
         return Reply(holding.since, status, np.empty((0, self.model.hidden), np.float32))
@@ -96,7 +106,7 @@ class ExpertServer(Generic[WeightsT]):
         assert layer is not None, "requests for it were refused"
         sums = self.kernel.compute(layer.weights, batch.hidden, layer.places[batch.ids], batch.router)
         parts = batch.split(sums)
-        self.usage.add(batch, self._clock() - started_s)
+        self._uncounted.append((batch, self._clock() - started_s))
         return parts
 
 

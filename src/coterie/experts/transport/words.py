@@ -44,17 +44,17 @@ class Words:
 
     def load(self, offset: int) -> int:
         """The value."""
-        return int(self._calls.load(self._base + offset, _SEQUENTIAL))
+        return self._calls.load(self._base + offset, _SEQUENTIAL)
 
     def swap(self, offset: int, expected: int, new: int) -> bool:
         """Give it a new value if it has the expected one; whether it had."""
         found = _WORD(expected)
         address = self._base + offset
-        return bool(self._calls.swap(address, ctypes.byref(found), new, _SEQUENTIAL, _SEQUENTIAL))
+        return self._calls.swap(address, ctypes.byref(found), new, _SEQUENTIAL, _SEQUENTIAL)
 
     def load32(self, offset: int) -> int:
         """The value."""
-        return int(self._calls.load32(self._base + offset, _SEQUENTIAL))
+        return self._calls.load32(self._base + offset, _SEQUENTIAL)
 
     def add32(self, offset: int, amount: int) -> None:
         """Add, modulo 2^32."""
