@@ -236,9 +236,10 @@ def test_a_kernel_that_is_not_installed_is_refused(monkeypatch):
     with pytest.raises(UnsupportedError, match="vLLM for CPUs is not in this environment"):
         make_kernel("vllm")
     monkeypatch.setitem(sys.modules, "torch", None)
-    monkeypatch.delitem(sys.modules, "coterie.experts.triton", raising=False)
-    with pytest.raises(UnsupportedError, match=r"kernel triton: .*install torch"):
-        make_kernel("triton")
+    for name in ("torch", "triton"):
+        monkeypatch.delitem(sys.modules, f"coterie.experts.{name}", raising=False)
+        with pytest.raises(UnsupportedError, match=rf"kernel {name}: .*install torch"):
+            make_kernel(name)
 
 
 # --- which experts ------------------------------------------------------------------------------------------

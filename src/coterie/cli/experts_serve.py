@@ -37,7 +37,7 @@ _POSITIVE = click.IntRange(min=1)
     type=click.Choice(typing.get_args(KernelName)),
     default="coterie",
     show_default=True,
-    help="What computes: the embedded engine's code, vLLM's for CPUs, or, on a GPU, Triton's; the last two need torch.",
+    help="What computes: the embedded engine's code, vLLM's for CPUs, torch's or Triton's; the last three need torch.",
 )
 @click.option(
     "--pairs-per-s",

@@ -1,6 +1,7 @@
 """Compare expert kernels on random experts, with one another and with transformers; prints relative errors as JSON."""
 
 import json
+from itertools import product
 
 import numpy as np
 import torch
@@ -11,9 +12,11 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from coterie.core import ModelGeometry
 from coterie.experts.server.kernels import ModelingKernel
 from coterie.experts.server.vllm_kernel import VllmKernel
+from coterie.experts.torch.kernel import TorchKernel
 from coterie.modeling.expert_tensors import Expert, ExpertModel, from_mxfp4
 
-EXPERTS, HIDDEN, SIZE, TOP_K, TOKENS = 6, 96, 80, 3, 50
+EXPERTS, HIDDEN, SIZE, TOP_K, TOKENS = 6, 96, 84, 3, 50  # sizes that both kernels fill up
+KERNELS = {"vllm": VllmKernel, "torch": lambda dtype: TorchKernel("cpu", getattr(torch, dtype))}
 rng = np.random.default_rng(0)
 
 
@@ -59,13 +62,14 @@ for bounded in (False, True):
     some = np.where(rng.random(ids.shape) < 0.4, -1, ids)
     own = ModelingKernel()
     weights = own.pack(model, EXPERTS, experts)
-    for dtype in ("float32", "bfloat16"):
-        kernel = VllmKernel(dtype)
+    for which, dtype in product(KERNELS, ("float32", "bfloat16")):
+        kernel = KERNELS[which](dtype)
         kernel.check(model)
         theirs = kernel.pack(model, EXPERTS, experts)
         for name, places in {"all": ids, "some": some, "none": np.full_like(ids, -1)}.items():
             wanted, got = own.compute(weights, rows, places, router), kernel.compute(theirs, rows, places, router)
-            results[f"{dtype} {bounded} {name}"] = error(got, wanted) if wanted.any() else float(np.abs(got).max())
+            found = error(got, wanted) if wanted.any() else float(np.abs(got).max())
+            results[f"{which} {dtype} {bounded} {name}"] = found
         assert kernel.compute(theirs, rows[:0], ids[:0], router[:0]).shape == (0, HIDDEN)
     if bounded:
         results["transformers"] = error(

@@ -13,7 +13,8 @@ from coterie.modeling.gates import Choice, Ids
 from coterie.modeling.tiles import Floats
 
 WeightsT = TypeVar("WeightsT")
-KernelName = Literal["coterie", "vllm", "vllm-bfloat16", "triton"]
+KernelName = Literal["coterie", "vllm", "vllm-bfloat16", "torch", "triton"]
+_NEEDED = {"torch": "torch 2.10 or later", "triton": "torch for CUDA, with which triton comes"}
 
 
 class Kernel(Protocol[WeightsT]):
@@ -77,16 +78,21 @@ def make_kernel(name: KernelName) -> Kernel[Any]:
     """
     if name == "coterie":
         return ModelingKernel()
-    if name == "triton":
-        return _triton_kernel()
+    if name in _NEEDED:
+        try:
+            return _of_torch(name)
+        except ImportError as error:
+            raise UnsupportedError(f"kernel {name}: {error}; install {_NEEDED[name]}") from None
     from coterie.experts.server.vllm_kernel import VllmKernel
 
     return VllmKernel("bfloat16" if name == "vllm-bfloat16" else "float32")
 
 
-def _triton_kernel() -> Kernel[Any]:
-    try:
-        from coterie.experts.triton import TritonKernel
-    except ImportError as error:
-        raise UnsupportedError(f"kernel triton: {error}; install torch for CUDA, with which triton comes") from None
+def _of_torch(name: str) -> Kernel[Any]:
+    if name == "torch":
+        from coterie.experts.torch.kernel import TorchKernel
+
+        return TorchKernel()
+    from coterie.experts.triton import TritonKernel
+
     return TritonKernel()

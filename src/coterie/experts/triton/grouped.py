@@ -21,38 +21,14 @@ import torch
 import triton
 import triton.language as tl
 
+from coterie.experts.torch.target import DeviceExperts, by_expert
+
 BLOCK_PAIRS = 16
 """Pairs of a tile: few, as a decode batch gives an expert few; the least that a tensor core takes."""
 BLOCK_OUT = 64
 """Columns of a tile's output."""
 BLOCK_IN = 64
 """Columns that are read at a time."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class DeviceExperts:
-    """Experts of a layer, on one device.
-
-    Attributes:
-        gate_up: `[E, 2 I, D]`, an expert's gate rows and then its up rows.
-        down: `[E, D, I]`.
-        gate_up_bias: `[E, 2 I]` float32, of experts that have biases and bounds; see `modeling.experts`.
-        down_bias: `[E, D]` float32, likewise.
-        slope: factor in the sigmoid.
-        limit: bound of gates and ups.
-    """
-
-    gate_up: torch.Tensor
-    down: torch.Tensor
-    gate_up_bias: torch.Tensor | None = None
-    down_bias: torch.Tensor | None = None
-    slope: float = 1.0
-    limit: float = float("inf")
-
-    @property
-    def experts(self) -> int:
-        """How many."""
-        return len(self.down)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,16 +59,12 @@ def group(ids: torch.Tensor, experts: int) -> Groups:
         ids: `[T, K]` int32 experts of each token; -1 for none.
         experts: how many there are.
     """
-    flat = ids.flatten()
-    keys = torch.where(flat < 0, experts, flat)
-    order = torch.sort(keys, stable=True).indices.to(torch.int32)
-    counts = torch.zeros(experts + 1, dtype=torch.int32, device=ids.device)
-    counts.scatter_add_(0, keys.long(), torch.ones_like(keys))
+    order, counts = by_expert(ids, experts)
     tables = torch.empty(4, experts, dtype=torch.int32, device=ids.device)
     number = torch.empty(2, dtype=torch.int32, device=ids.device)
     _shrink[(1,)](counts, tables, number, experts, PADDED=triton.next_power_of_2(experts), ROWS=BLOCK_PAIRS)
     expert, pairs, row, tile = tables.unbind()
-    return Groups(order, expert, pairs, row, tile, number)
+    return Groups(order.to(torch.int32), expert, pairs, row, tile, number)
 
 
 def routed(
