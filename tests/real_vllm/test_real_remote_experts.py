@@ -83,4 +83,4 @@ def test_transformers_with_experts_in_servers_gives_the_tokens_of_its_own(engine
 
 
 def test_what_does_not_go_with_experts_in_servers_is_refused_by_name(engine_python):
-    assert int(engine_python("check_remote_experts.py").splitlines()[-1]) == 10
+    assert int(engine_python("check_remote_experts.py").splitlines()[-1]) == 14

@@ -6,16 +6,16 @@ import re
 from typing import Any
 
 import torch
-from vllm.config import get_current_vllm_config
+from vllm.config import CUDAGraphMode, get_current_vllm_config
 from vllm.model_executor.custom_op import op_registry_oot
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.runner.shared_experts import SharedExperts, SharedExpertsOrder
-from vllm.platforms import current_platform
 
 from coterie.errors import UnsupportedError
 from coterie.vllm_experts import LOAD_FORMAT
 
+_NO_GRAPHS = "use --enforce-eager, or -cc.cudagraph_mode=NONE to compile without them"
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
@@ -84,11 +84,14 @@ class _Remote:
 def _check(config: Any, parallel: Any, *, in_input: bool) -> None:
     """Refuse what servers, or a host that sends and takes the tokens, cannot do.
 
+    Nothing of a layer may be captured, and it is not enough to split graphs at vLLM's operator for it: what that gives
+    has another address in each step, while the next graph reads where it was at the capture (`CUDAGraphWrapper`).
+
     Raises:
         UnsupportedError: naming it.
     """
     refused = {
-        "CUDA graphs (use --enforce-eager)": not (current_platform.is_cpu() or config.model_config.enforce_eager),
+        f"CUDA graphs ({_NO_GRAPHS})": config.compilation_config.cudagraph_mode is not CUDAGraphMode.NONE,
         "sequence parallelism": parallel.is_sequence_parallel,
         "context parallelism in prefill": parallel.pcp_size > 1,
         "vLLM's own expert balancing": parallel.enable_eplb,

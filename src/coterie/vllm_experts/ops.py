@@ -1,7 +1,8 @@
 """The two ends of a remote layer as operators, and the connections of this process.
 
 On a CPU torch.compile would trace into what a layer calls; it does not look into operators.  The host sends and takes
-the tokens: on a GPU these operators must not be captured in a CUDA graph (see docs/experts.md).
+the tokens: on a GPU these operators must not be captured in a CUDA graph (see docs/experts.md).  They wait for the
+device alone when they copy; for servers the host waits, and until a deadline.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def _start(hidden: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, hidde
     started = connections.remote.start(
         connections.layer_of[hidden_layer],
         _array(hidden[own], dtype),
-        ids[own].cpu().numpy(),
+        ids[own].to(torch.int32).cpu().numpy(),
         weights[own].to(torch.float32).cpu().numpy(),
         dtype,
     )
@@ -87,7 +88,7 @@ def _finish(ticket: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
     sums = torch.from_numpy(_connected().under_way.pop(int(ticket.item()))())
     if len(sums) == len(hidden):
         return sums.to(hidden)
-    result = torch.zeros_like(hidden)
+    result = hidden.new_zeros(hidden.shape)
     result[_own_rows(len(hidden))] = sums.to(hidden)
     return result
 
@@ -122,7 +123,7 @@ def _no_ticket(hidden: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, h
 
 
 def _no_sums(ticket: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(hidden)
+    return hidden.new_empty(hidden.shape)
 
 
 direct_register_custom_op("coterie_experts_start", _start, fake_impl=_no_ticket)
