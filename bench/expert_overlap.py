@@ -12,8 +12,8 @@ of the time, so the gain is smaller than the overlap.  It needs two idle cores: 
 
 Group shrink computes only experts that some token chose.  "Off" computes one row of each other expert besides, as a
 product over all experts' groups does, by the same kernel in this process.  Where torch and triton are installed, the
-table that steers the Triton kernel says how many experts and tiles are visited, without a GPU in Triton's interpreter;
-how long they take there, a GPU alone can say (`--kernel triton`).
+table that steers the Triton kernel says how many tiles its programs visit, without a GPU in Triton's interpreter; how
+long they take, a GPU alone can say (`--kernel triton`).
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from coterie.experts.server.kernels import KernelName, make_kernel
 from coterie.modeling.expert_tensors import ExpertFiles, ExpertModel, read_expert_model
 
 CAVEAT = (
-    "measured on a CPU: a batch of half the size takes more than half of the time there, and a network takes none; "
-    "on a GPU an idle expert costs a launch's share and not its weights' way through the cache"
+    "measured on a CPU, without a network: a batch of half the size takes more than half of the time there, and group "
+    "shrink off reads the weights of idle experts, where programs on a GPU may step over them; its time needs a GPU"
 )
 SHRINK_TOKENS = (1, 8, 32)
 Batch = tuple[np.ndarray, np.ndarray, np.ndarray]

@@ -65,7 +65,7 @@ def random_request(seed, tokens, layer=0, epoch=0, dtype=Dtype.FLOAT32, experts=
 
 
 def of(request, **changes):
-    fields = {name: getattr(request, name) for name in Request.__slots__}
+    fields = {name: getattr(request, name) for name in Request.__struct_fields__}
     return Request(**fields | changes)
 
 

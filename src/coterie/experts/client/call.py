@@ -10,9 +10,10 @@ added twice or asked for again.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
+import msgspec
 import numpy.typing as npt
 
 from coterie.experts.client.links import Link, Pending
@@ -21,8 +22,7 @@ from coterie.experts.client.table import Server
 from coterie.experts.protocol import Dtype, Request, to_float32
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Flight:
+class Flight(msgspec.Struct, frozen=True, eq=False):
     """A part that was sent.
 
     Attributes:

@@ -20,6 +20,7 @@ from functools import cache
 from itertools import accumulate
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -62,8 +63,7 @@ class Status(IntEnum):
 _DTYPES, _STATUSES = tuple(Dtype), tuple(Status)  # by their codes, of which none is negative on the wire
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Request:
+class Request(msgspec.Struct, frozen=True, eq=False):
     """Tokens of one layer, for the experts of one server.
 
     Attributes:
@@ -85,8 +85,7 @@ class Request:
     dtype: Dtype = Dtype.FLOAT32
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Reply:
+class Reply(msgspec.Struct, frozen=True, eq=False):
     """What the server made of a request.
 
     Attributes:

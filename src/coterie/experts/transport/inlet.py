@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol
+
+import msgspec
 
 from coterie.errors import WireError
 from coterie.experts.protocol import Reply, Request
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Ready:
+class Ready(msgspec.Struct, frozen=True, eq=False):
     """A request that waits for its reply.
 
     Attributes:
