@@ -54,15 +54,17 @@ class Prefix:
             return load_only(workers, "no prefix")
         requests = {worker.name: worker.requests for worker in workers}
         bound = load_bound(workers)
-        owners = (name for name in self._walk(request.prefix[:PREFIX_BYTES]) if name in requests)
+        start = bisect_left(self._points, _point(request.prefix[:PREFIX_BYTES]))
+        if requests.get(self._owners[start], bound + 1) <= bound:  # as for most, who need not walk on
+            return Decision(self._owners[start], "prefix")
+        owners = (name for name in self._walk(start) if name in requests)
         first = next(owners)
         if requests[first] <= bound:
             return Decision(first, "prefix")
         return Decision(next(name for name in owners if requests[name] <= bound), "prefix: owner is above the bound")
 
-    def _walk(self, key: bytes) -> Iterator[str]:
-        """Owners of the points from the key onwards, once around."""
-        start = bisect_left(self._points, _point(key))
+    def _walk(self, start: int) -> Iterator[str]:
+        """Owners of the points from one onwards, once around."""
         for place in range(start, start + len(self._points)):
             yield self._owners[place]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -15,6 +16,9 @@ from coterie.gateway.edge.keys import Key
 
 MAX_HEADERS = 200
 _KEPT_BYTES = 64 << 10
+_REMEMBERED_HEAD_BYTES = 2 << 10
+_MOST_REMEMBERED = 1024
+_LENGTH = re.compile(rb"\r\ncontent-length: ([1-9][0-9]{0,8})\r\n", re.IGNORECASE)
 
 
 @dataclass(slots=True)
@@ -31,6 +35,8 @@ class Request:
         http10: whether the client speaks HTTP/1.0, which has no chunks.
         arrived_s: when it was complete, on the loop's clock.
         key: the API key that it shows; None where none is asked for.
+        lines: what workers are sent of its headers, with the client's key and without, once made; requests with the
+            same head share it.
     """
 
     method: str = ""
@@ -42,6 +48,7 @@ class Request:
     http10: bool = False
     arrived_s: float = 0.0
     key: Key | None = None
+    lines: dict[bool, bytes] = field(default_factory=dict)
     _named: dict[bytes, bytes] | None = None
 
     def header(self, name: bytes) -> bytes | None:
@@ -49,6 +56,14 @@ class Request:
         if self._named is None:
             self._named = dict(reversed(self.headers))  # so that the first of several counts
         return self._named.get(name)
+
+    def again(self, body: bytes) -> Request:
+        """A request with the same head but for the length of its body; it shares what is made of the head."""
+        return Request(self.method, self.target, self.path, self.headers, body, lines=self.lines, _named=self._named)
+
+
+_remembered: dict[bytes, Request] = {}
+"""Requests without bodies and lengths, by the head of `_whole`: most of a client's differ in their bodies alone."""
 
 
 class Taker(Protocol):
@@ -105,14 +120,28 @@ class RequestReader:
         Raises:
             RefusedError: what comes is no request that is taken; nothing more can be read.
         """
+        whole = _whole(data) if isinstance(data, bytes) and not self.partial else None
+        if whole is not None and (known := _remembered.get(whole[0])) is not None:
+            self._take(known.again(whole[1]))
+            return
         before, body_size, rest = self._next, self._body_size, memoryview(data)
         while rest:
             rest = self._parse(rest)
+        if whole is not None:
+            _remember(before, *whole)
         if self._next is before:
             # Neither a head, nor a chunk's extension, nor a trailer may be endless.  What began within a read
             # counts from the next read on.
             self._head_size = 0 if self._body_size > body_size else self._head_size + len(data)
             _check_head_size(self._head_size)
+
+    def _take(self, request: Request) -> None:
+        """Take a request of which the parser would find what it found of an earlier one."""
+        self._head_size, size = 0, len(request.body)
+        self._taker.on_begin()
+        self._taker.on_head(request, size)
+        self._taker.on_more(size, size)
+        self._taker.on_request(request)
 
     def _parse(self, data: memoryview) -> memoryview:
         """Parse `data`; return what is left of it after a head that offers to upgrade."""
@@ -202,6 +231,33 @@ class RequestReader:
         if version not in ("1.0", "1.1"):
             raise RefusedError(400, f"HTTP/{version} is not served; use HTTP/1.1")
         return bool(version == "1.0")
+
+
+def _whole(data: bytes) -> tuple[bytes, bytes] | None:
+    """Head and body, if these are all bytes of one request; the head is without the digits of the body's length."""
+    end = data.find(b"\r\n\r\n", 0, _REMEMBERED_HEAD_BYTES) + 4
+    length = _LENGTH.search(data, 0, end)
+    if length is None or end + int(length[1]) != len(data) or len(data) > LARGE_BYTES:
+        return None
+    start, stop = length.span(1)
+    return data[:start] + data[stop:end], data[end:]
+
+
+def _remember(request: Request, head: bytes, body: bytes) -> None:
+    """Keep what was read of a head, unless more than the length of the body depends on what followed it.
+
+    Kept are requests that the parser took to be what `_whole` took them for, and after which it reads on as if it had
+    not seen them.
+    """
+    if request.body != body or not request.keep_alive or request.header(b"content-length") != b"%d" % len(body):
+        return
+    if len(_remembered) >= _MOST_REMEMBERED:
+        _remembered.clear()
+    headers = [header for header in request.headers if header[0] != b"content-length"]
+    named = dict(reversed(headers))
+    _remembered[head] = Request(
+        request.method, request.target, request.path, headers, lines=request.lines, _named=named
+    )
 
 
 def _check_head(request: Request) -> None:

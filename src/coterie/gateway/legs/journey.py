@@ -144,9 +144,12 @@ def worker_headers(request: Request, id_: str, *, authorization: bool = True) ->
         id_: of the request.
         authorization: whether the client's Authorization header goes along.
     """
-    drop = _NOT_FOR_WORKERS if authorization else _WITHOUT_KEY
-    lines = [b"%b: %b\r\n" % header for header in end_to_end(request.headers, drop)]
-    return b"%bx-request-id: %b\r\n" % (b"".join(lines), id_.encode("ascii"))
+    lines = request.lines.get(authorization)
+    if lines is None:
+        drop = _NOT_FOR_WORKERS if authorization else _WITHOUT_KEY
+        lines = b"".join([b"%b: %b\r\n" % header for header in end_to_end(request.headers, drop)])
+        request.lines[authorization] = lines
+    return b"%bx-request-id: %b\r\n" % (lines, id_.encode("ascii"))
 
 
 class DecisionLog:
