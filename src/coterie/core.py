@@ -1,4 +1,7 @@
-"""The nouns that every part of coterie shares: frozen values, no behaviour beyond their own checks."""
+"""The nouns that every part of coterie shares: frozen values, no behaviour beyond their own checks.
+
+Those that are made several times for each request are structs, which take a tenth of the time of a frozen dataclass.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -120,8 +124,7 @@ class Reading:
             raise InputError(f"reading: kv_usage {self.kv_usage}, waiting {self.waiting}; need 0 to 1, and 0 or more")
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerState:
+class WorkerState(msgspec.Struct, frozen=True):
     """What a policy may know of one decode (or prefill) target when it decides.
 
     A target is a data-parallel rank of an expert-parallel group.  Experts are shared by the group, so
@@ -148,8 +151,7 @@ class WorkerState:
     reading: Reading | None = None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RouteRequest:
+class RouteRequest(msgspec.Struct, frozen=True, eq=False):
     """One request as routing sees it.
 
     Attributes:
@@ -177,8 +179,7 @@ class RouteRequest:
     holder: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(msgspec.Struct, frozen=True):
     """A policy's choice.
 
     Attributes:

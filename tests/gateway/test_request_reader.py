@@ -69,7 +69,7 @@ class Notes:
 
 
 def fields(request: Request) -> tuple[Any, ...]:
-    named = request.header(b"content-length") is not None, request.header(b"x-a"), request.header(b"expect")
+    named = request.header(b"x-a"), request.header(b"expect")
     headers = tuple(header for header in request.headers if header[0] != b"content-length")
     return request.method, request.target, request.path, headers, request.http10, named
 

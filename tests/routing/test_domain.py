@@ -1,9 +1,8 @@
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from coterie.activations import TraceRecord, build_trace
 from coterie.core import ModelGeometry, RouteRequest, WorkerState, prompt_hash

@@ -1,10 +1,10 @@
 from collections import Counter
-from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from coterie.core import RouteRequest, WorkerState
 from coterie.errors import NoWorkerError

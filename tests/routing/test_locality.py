@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from bare_profiles import bare_profile
 from coterie.core import ExpertCounts, ModelGeometry, RouteRequest, WorkerState
@@ -29,7 +30,7 @@ def request(*counts, covered=None, geometry=GEOMETRY):
 
 
 def loads(*requests):
-    return [replace(worker, requests=n) for worker, n in zip(FOUR, requests, strict=True)]
+    return [structs.replace(worker, requests=n) for worker, n in zip(FOUR, requests, strict=True)]
 
 
 def choose(request, workers=FOUR, tau=0.1, targets=FOUR, of=None):
@@ -56,7 +57,7 @@ def test_load_decides_inside_the_band():
 
 def test_equal_loads_go_to_the_least_recently_assigned():
     a, b, c, d = FOUR
-    used = [replace(a, assigned=7), replace(b, assigned=5), c, d]
+    used = [structs.replace(a, assigned=7), structs.replace(b, assigned=5), c, d]
     assert choose(request(4, 3, 0, 0), used, tau=0.25).worker == "b"
 
 
@@ -72,14 +73,14 @@ def test_tau_two_is_least_load():
 def test_a_group_without_available_worker_is_no_candidate():
     a, b, c, d = FOUR
     policy = Locality(profile(), FOUR)
-    decision = route(policy, request(4, 3, 0, 0), [replace(a, available=False), b, c, d], RNG)
+    decision = route(policy, request(4, 3, 0, 0), [structs.replace(a, available=False), b, c, d], RNG)
     assert (decision.worker, decision.reason) == ("b", "locality band")
     assert "a" not in dict(decision.scores)
 
 
 def test_locality_picks_the_group_and_load_the_rank():
     ranks = [WorkerState(f"{group}{rank}", group, rank) for group in "abcd" for rank in range(2)]
-    busy = [replace(worker, requests=n) for worker, n in zip(ranks, [6, 5, 0, 0, 0, 0, 0, 0], strict=True)]
+    busy = [structs.replace(worker, requests=n) for worker, n in zip(ranks, [6, 5, 0, 0, 0, 0, 0, 0], strict=True)]
     decision = choose(request(9, 0, 0, 0), busy, targets=ranks)
     assert (decision.worker, decision.candidates) == ("a1", ("a0", "a1"))
 

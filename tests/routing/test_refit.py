@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from bare_profiles import bare_profile
 from coterie.clock import ManualClock
@@ -275,7 +276,7 @@ def test_a_profile_of_another_number_of_centroids_is_adapted():
 def test_ranks_of_one_group_come_and_go_without_a_new_division():
     targets = [WorkerState(f"{group}{rank}", group, rank) for group in "ab" for rank in range(2)]
     policy = LocalityRefit(profile(2), targets)
-    one_less = [replace(targets[0], available=False), *targets[1:]]
+    one_less = [structs.replace(targets[0], available=False), *targets[1:]]
     policy.due(one_less, 0)
     assert policy.choose(asking(0), one_less[1:], RNG).worker == "a1"
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
+from msgspec import structs
 
 from coterie import wire
 from coterie.calibration import fit
@@ -53,7 +54,7 @@ def asked(i):
 def make_population(trace):
     recorded = population_of(trace)
     requests = [
-        replace(
+        structs.replace(
             request,
             prompt_hash=prompt_hash(asked(i)),
             prefix=json.dumps(asked(i)).encode(),

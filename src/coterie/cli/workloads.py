@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import click
+from msgspec.structs import replace
 
 from coterie.activations import ActivationTrace
 from coterie.calibration import Profile, fit

@@ -22,8 +22,7 @@ Body = bytes | Pieces
 """A body for a worker, in pieces where it is large."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Call:
+class Call(msgspec.Struct, frozen=True, eq=False):
     """A client's request, read as far as routing needs.
 
     Attributes:
@@ -57,8 +56,7 @@ class Call:
         return self.prompt_bytes > len(self.prompt)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Handoff:
+class Handoff(msgspec.Struct, frozen=True, eq=False):
     """What a prefill server's reply says: where the KV waits, and which experts the prompt used.
 
     Attributes:
@@ -76,8 +74,7 @@ class Handoff:
     counts: bytes = b""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Prefilled:
+class Prefilled(msgspec.Struct, frozen=True, eq=False):
     """A prefill server's reply, read.
 
     Attributes:

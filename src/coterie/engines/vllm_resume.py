@@ -18,10 +18,10 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
-from dataclasses import replace
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from coterie.engines.base import Call, Fields
 from coterie.engines.vllm_events import DATA, DONE, IDS_KEY, PROMPT_IDS_KEY, Alike, Choice, hide, listed, read_event

@@ -7,11 +7,11 @@ outside itself: who holds what is written by the ledger alone.  Time and chance 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from enum import Enum
 from typing import Protocol, runtime_checkable
 
 import numpy as np
+from msgspec.structs import replace
 
 from coterie.core import Decision, Role, RouteRequest, WorkerState
 from coterie.errors import NoWorkerError

@@ -5,10 +5,11 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
+from msgspec.structs import replace
 
 from coterie.clock import Clock
 from coterie.core import Decision, Role, RouteRequest, Served, WorkerState

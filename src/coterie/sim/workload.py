@@ -6,11 +6,12 @@ import math
 import os
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Protocol
 
 import numpy as np
+from msgspec.structs import replace
 
 from coterie.activations import ActivationTrace
 from coterie.core import ExpertCounts, RouteRequest

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import httptools
+import msgspec
 
 from coterie.engines.base import Body
 from coterie.engines.large import LARGE_BYTES
@@ -21,8 +21,7 @@ _MOST_REMEMBERED = 1024
 _LENGTH = re.compile(rb"\r\ncontent-length: ([1-9][0-9]{0,8})\r\n", re.IGNORECASE)
 
 
-@dataclass(slots=True)
-class Request:
+class Request(msgspec.Struct, eq=False):
     """A client's request; header names in lower case.
 
     Attributes:
@@ -42,13 +41,13 @@ class Request:
     method: str = ""
     target: bytes = b""
     path: str = ""
-    headers: list[Header] = field(default_factory=list)
+    headers: list[Header] = msgspec.field(default_factory=list)
     body: Body = b""
     keep_alive: bool = True
     http10: bool = False
     arrived_s: float = 0.0
     key: Key | None = None
-    lines: dict[bool, bytes] = field(default_factory=dict)
+    lines: dict[bool, bytes] = msgspec.field(default_factory=dict)
     _named: dict[bytes, bytes] | None = None
 
     def header(self, name: bytes) -> bytes | None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 import time
 from collections import deque
-from dataclasses import dataclass, field
 from random import Random
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from coterie.core import Decision, RouteRequest
 from coterie.errors import RequestError
@@ -41,8 +42,7 @@ _VALID_LABEL = re.compile(rb"[!-~]{1,128}")
 _ids = Random()  # noqa: S311  (unique, not secret; seeded by the operating system)
 
 
-@dataclass(slots=True, eq=False)
-class Journey:
+class Journey(msgspec.Struct, eq=False):
     """One request on its way.
 
     Attributes:
@@ -80,7 +80,7 @@ class Journey:
     relay: Relay | None = None
     held: Held | None = None
     late: bool = False
-    tries: Tries = field(default_factory=Tries)
+    tries: Tries = msgspec.field(default_factory=Tries)
     followed: Followed | None = None
     unresumable: str | None = None
     outcome: str = "ok"
