@@ -26,6 +26,42 @@ def test_whatever_happens_each_request_gets_its_reply_or_fails_and_no_slot_leaks
     assert Explorer(setting).explore() > 100
 
 
+# A client that reaches its slot by NIXL can read and store, but not swap; the server sweeps when its connection ends.
+
+
+def post_by_a_store(slot, request):
+    sequence = rules.sequence_of(slot.load(Word.STATE)) + 1  # which it knows from the invitation
+    slot.write_request(sequence, request)
+    slot.store(Word.STATE, state_word(State.READY, sequence))
+    return sequence
+
+
+def take_and_leave_it_done(slot, sequence):
+    if slot.load(Word.STATE) != state_word(State.DONE, sequence):
+        return None
+    echoed, reply = slot.read_reply()
+    assert echoed == sequence
+    return reply
+
+
+def withdraw_by_a_store(slot, sequence):
+    slot.store(Word.STATE, state_word(State.FREE, sequence))
+
+
+def release_by_the_server(slot, owner):
+    rules.sweep(slot, owner, lambda _: False)
+
+
+BY_NIXL = Rules(
+    post=post_by_a_store, take=take_and_leave_it_done, withdraw=withdraw_by_a_store, release=release_by_the_server
+)
+
+
+@pytest.mark.parametrize("name", list(SETTINGS)[:4] + list(SETTINGS)[5:7])  # the others take longest
+def test_the_rules_hold_where_the_owner_of_a_slot_stores_its_state_and_does_not_swap(name):
+    assert Explorer(replace(SETTINGS[name], rules=BY_NIXL)).explore() > 100
+
+
 # Wrong rules.
 
 
@@ -140,6 +176,14 @@ WRONG = {
     "a reply that is taken before it is whole": (Rules(take=take_before_it_is_done), Setting()),
     "a time-out that leaves the request": (Rules(withdraw=lambda slot, sequence: None), Setting(timeouts=1, tries=1)),
     "no sweeper": (Rules(sweep=lambda slot, sweeper, alive: None), Setting(deaths=1, mortals=("client",), tries=1)),
+    "a slot that is taken from an owner who may still write to it": (
+        replace(BY_NIXL, sweep=sweep_of_the_silent),
+        Setting(),
+    ),
+    "a server that stores its answer, too": (
+        replace(BY_NIXL, answer=answer_without_a_swap),
+        Setting(timeouts=1, tries=1),
+    ),
     "a reply that is written over the request": (
         Rules(
             take=lambda slot, sequence: rules.take(InPlace(slot), sequence),

@@ -49,6 +49,7 @@ _POSITIVE = click.IntRange(min=1)
 @click.option("--port", type=click.IntRange(0, 65535), default=0, help="Port of it. [default: a free one]")
 @click.option("--tcp-port", type=click.IntRange(0, 65535), help="Port for clients of other hosts. [default: none]")
 @click.option("--tcp-host", help="Address for them, on a network that is trusted. [default: that of the HTTP side]")
+@click.option("--nixl", is_flag=True, help="Take requests by NIXL, too, on a network that is trusted.")
 @click.option("--slots", type=_POSITIVE, default=16, show_default=True, help="Requests that can be there at a time.")
 @click.option("--max-tokens", type=_POSITIVE, default=512, show_default=True, help="Most tokens of a request.")
 @click.option(
@@ -63,8 +64,8 @@ _POSITIVE = click.IntRange(min=1)
 def serve(**options: Any) -> None:
     """Serve experts of the checkpoint in the folder MODEL, until SIGTERM or Ctrl-C.
 
-    It loads no other experts.  Clients of this host hand it tokens through shared memory, those of others by TCP, if it
-    is given a port for that; /config says where.
+    It loads no other experts.  Clients of this host hand it tokens through shared memory, those of others by NIXL or by
+    TCP, if it is told so; /config says where.
     """
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
@@ -83,9 +84,10 @@ def _announce(bar: Progress) -> Callable[[str, ServerProcess], None]:
         count = sum(map(len, process.held))
         kernel = process.serving.server.kernel.name if process.serving else ""
         tcp = "{} port {}".format(*process.tcp.address) if process.tcp else "no TCP"
+        nixl = ", by NIXL" if process.nixl else ""
         click.echo(
             f"serving   {count} experts of {process.model_name} at {url}, kernel {kernel}, requests by "
-            f"{process.shared.path} and {tcp}"
+            f"{process.shared.path} and {tcp}{nixl}"
         )
 
     return announce

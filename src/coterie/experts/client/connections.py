@@ -1,4 +1,4 @@
-"""By what a server is reached: shared memory on its own host, TCP from others."""
+"""By what a server is reached: shared memory on its own host; from others NIXL, where both sides have it, or TCP."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from coterie.experts.members import SHORT
 from coterie.experts.monitor.calls import ask
 from coterie.experts.protocol import Reply, Request
 from coterie.experts.protocol.frames import TOKEN_BYTES
-from coterie.experts.transport import SharedClient
+from coterie.experts.transport import SharedClient, nixl
+from coterie.experts.transport.nixl import NixlClient
 from coterie.experts.transport.tcp import TcpClient
 from coterie.http_server import is_any
 
@@ -38,13 +39,15 @@ class Offer:
     id: str
     shared_memory: str
     tcp: Address | None
+    nixl: bool = False
 
 
 class Connector:
     """Makes connections for the links of one thread; see `links.Connect`.
 
     A server whose file is in this host's shared memory is on this host, since its name has 128 random bits.  Others are
-    asked by HTTP for their address, and connected to by TCP, in a thread: who sends a request does not wait for that.
+    asked by HTTP how they are reached, and connected to, in a thread: who sends a request does not wait for that.  By
+    NIXL, if the server was started with it and it is installed here, too; else by TCP.
 
     Args:
         fingerprint: of the client's model; see `ExpertFiles.fingerprint`.  Servers of other experts are not asked.
@@ -52,10 +55,11 @@ class Connector:
 
     def __init__(self, fingerprint: str) -> None:
         self._fingerprint = fingerprint
-        self._unsent: set[TcpClient] = set()
+        self._unsent_tcp: set[TcpClient] = set()
+        self._unsent_nixl: set[NixlClient] = set()
 
     def __call__(self, server: Server) -> Link:
-        """A connection to a server; errors of one by TCP come when its first reply is looked for.
+        """A connection to a server; errors of one on another host come when its first reply is looked for.
 
         Raises:
             EngineError: the server is on this host and gone, has another model's experts, or all its slots are taken.
@@ -63,9 +67,9 @@ class Connector:
         """
         if not server.url or _is_here(server):
             return self._of_this_model(SharedClient(Path(server.address)), server)
-        return _LateLink(partial(self._by_tcp, server))
+        return _LateLink(partial(self._from_afar, server))
 
-    def _by_tcp(self, server: Server) -> Link:
+    def _from_afar(self, server: Server) -> Link:
         try:
             offer = ask(server.url, "GET", "/config", Offer, who=f"expert server {server.name}")
             token = bytes.fromhex(offer.id)
@@ -73,16 +77,18 @@ class Connector:
             raise WireError(f"expert server {server.name}: {error}") from error
         if offer.shared_memory != server.address:
             raise GoneError(f"expert server {server.name} died; another one has its URL")
+        if offer.nixl and nixl.is_installed():
+            return self._of_this_model(NixlClient(server.url, offer.id, server.name, self._unsent_nixl), server)
         if offer.tcp is None:
-            raise EngineError(f"expert server {server.name} is on another host; start it with --tcp-port")
+            raise EngineError(f"expert server {server.name} is on another host; {_remedy(offer)}")
         if len(token) != TOKEN_BYTES:
             raise WireError(f"expert server {server.name}: id {offer.id!r}; need {TOKEN_BYTES} bytes")
         host = offer.tcp.host
         if is_any(host):
             host = urlsplit(server.url).hostname or host
-        return self._of_this_model(TcpClient((host, offer.tcp.port), token, server.name, self._unsent), server)
+        return self._of_this_model(TcpClient((host, offer.tcp.port), token, server.name, self._unsent_tcp), server)
 
-    def _of_this_model(self, link: SharedClient | TcpClient, server: Server) -> Link:
+    def _of_this_model(self, link: SharedClient | TcpClient | NixlClient, server: Server) -> Link:
         theirs = link.shape.fingerprint.hex()
         if theirs == self._fingerprint:
             return link
@@ -136,6 +142,12 @@ class _LatePending:
         """See `Pending`."""
         if self._pending is not None:
             self._pending.withdraw()
+
+
+def _remedy(offer: Offer) -> str:
+    if offer.nixl:
+        return "it takes requests by NIXL: pip install 'coterie[nixl]' here, or start it with --tcp-port, too"
+    return "start it with --tcp-port, or --nixl"
 
 
 def _is_here(server: Server) -> bool:

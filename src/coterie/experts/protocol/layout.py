@@ -141,6 +141,17 @@ class SlotShape:
         """Where hidden states, ids, weights and sums begin, and the slot ends."""
         return _parts(self.tokens, self.hidden, self.top_k)
 
+    def request_pieces(self, tokens: int, dtype: Dtype) -> list[tuple[int, int]]:
+        """Where a request of so many tokens lies in a slot, be K what it may: start and size of each piece."""
+        states, ids, weights, _, _ = self._parts
+        pairs = 4 * tokens * self.top_k
+        rows = tokens * self.hidden * dtype.numpy.itemsize
+        return [(_REQUEST_HEADER, LINE), (states, rows), (ids, pairs), (weights, pairs)]
+
+    def reply_pieces(self, tokens: int, dtype: Dtype) -> list[tuple[int, int]]:
+        """Likewise for a reply."""
+        return [(_REPLY_HEADER, LINE), (self._parts[3], tokens * self.hidden * dtype.numpy.itemsize)]
+
     def check_request(self, request: Request) -> tuple[int, int, int]:
         """Sizes T, H and K of a request.
 

@@ -13,6 +13,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from coterie.experts.server.metrics import ServerMetrics
+from coterie.experts.server.nixl_slots import slot_for
+from coterie.experts.transport.nixl import handshake
 
 if TYPE_CHECKING:
     from coterie.experts.server.process import ServerProcess, Serving
@@ -37,7 +39,10 @@ def app(process: ServerProcess) -> Starlette:
         registry.register(ServerMetrics(process.serving))
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
-    handlers = {"/health": health, "/config": config, "/load": load, "/metrics": metrics}
+    async def nixl(request: Request) -> Response:
+        return slot_for(process.nixl, process.id, request.query_params.get("server"), process.over)
+
+    handlers = {"/health": health, "/config": config, "/load": load, "/metrics": metrics, handshake.PATH: nixl}
     return Starlette(routes=[Route(path, handler) for path, handler in handlers.items()])
 
 
@@ -60,6 +65,7 @@ def describe(process: ServerProcess) -> dict[str, Any]:
         "kernel": serving.server.kernel.name if serving else None,
         "shared_memory": str(process.shared.path),
         "tcp": dict(zip(("host", "port"), process.tcp.address, strict=True)) if process.tcp else None,
+        "nixl": process.nixl is not None,
         "since": serving.server.holding.since if serving else 0,
         "held": process.held,
     }

@@ -29,7 +29,9 @@ from coterie.experts.server.kernels import KernelName, make_kernel
 from coterie.experts.server.paced import PacedKernel
 from coterie.experts.server.server import ExpertServer
 from coterie.experts.transport import Intake, SharedServer
+from coterie.experts.transport.nixl import NixlServer
 from coterie.experts.transport.tcp import TcpServer
+from coterie.experts.transport.tcp.streams import notice_loss
 from coterie.http_server import is_any, listen, serving_app, url_of
 from coterie.modeling.expert_tensors import ExpertFiles, ExpertModel, read_expert_model
 from coterie.modeling.model import keep_freed_memory
@@ -56,6 +58,7 @@ class ServeConfig:
         port: of it; 0 takes a free one.
         tcp_host: address for requests by TCP; None for that of the HTTP side.
         tcp_port: of it; 0 takes a free one; None for none.
+        nixl: whether to take requests by NIXL.
         slots: how many clients at a time.
         max_tokens: most tokens of a request.
         drain_s: how long to serve on after SIGTERM, at most.
@@ -74,6 +77,7 @@ class ServeConfig:
     port: int = 0
     tcp_host: str | None = None
     tcp_port: int | None = None
+    nixl: bool = False
     slots: int = 16
     max_tokens: int = 512
     drain_s: float = 30.0
@@ -84,7 +88,7 @@ class ServeConfig:
                 raise ConfigError(f"expert server: {name} is {getattr(self, name)}; it must be at least {least}")
         if self.tcp_host is not None and self.tcp_port is None:
             raise ConfigError(f"expert server: tcp_host is {self.tcp_host}, without a port; give --tcp-port, too")
-        if self.tcp_port is not None and self.monitor and is_any(self.host):
+        if (self.tcp_port is not None or self.nixl) and self.monitor and is_any(self.host):
             raise ConfigError(
                 f"expert server: clients of other hosts would look for {self.host!r}; give --host an address"
             )
@@ -102,13 +106,15 @@ class ServerProcess:
         fingerprint: what they are known by; see `ExpertFiles.fingerprint`.
         shared: where clients of this host hand it requests.
         tcp: where others do; None for nowhere.
+        nixl: the slots of those that do so by NIXL; None for none.
         intake: all ways by which requests come.
         serving: what computes them; None while it loads.
+        over: set when clients that hold slots by HTTP are to leave.
 
     Raises:
         ConfigError: there is no such address for TCP.
         InputError: the checkpoint cannot be read, or does not have the experts.
-        UnsupportedError: experts that are not computed here, or too little shared memory.
+        UnsupportedError: experts that are not computed here, too little shared memory, or no NIXL.
     """
 
     def __init__(self, config: ServeConfig) -> None:
@@ -122,8 +128,10 @@ class ServerProcess:
         listener = _tcp_listener(config)
         self.shared = SharedServer(shape, config.slots)
         self.tcp = TcpServer(listener, bytes.fromhex(self.id), self.shared, config.slots) if listener else None
-        self.intake = Intake(self.shared, *([self.tcp] if self.tcp else ()))
+        self.nixl = NixlServer(self.id, self.shared, config.slots) if config.nixl else None
+        self.intake = Intake(self.shared, *(inlet for inlet in (self.tcp, self.nixl) if inlet))
         self.phase: Phase = "joining"
+        self.over = asyncio.Event()
         self.serving: Serving | None = None
 
     @property
@@ -264,6 +272,7 @@ async def _run(config: ServeConfig, on_ready: Callable[[str, ServerProcess], Non
         progress(done, total)
 
     with listen(config.host, config.port, "port") as listener:
+        notice_loss(listener)  # its connections have it, too; one of a host that is gone would keep a slot
         process, url = ServerProcess(config), url_of(listener)
         with contextlib.suppress(_StoppedError), contextlib.closing(process), _registered(process, url) as registration:
             async with serving_app(app(process), listener, grace_s=_GRACE_S):
@@ -273,6 +282,7 @@ async def _run(config: ServeConfig, on_ready: Callable[[str, ServerProcess], Non
                 await _until(stop, serving)
                 _enter(process, "draining", registration)
                 await _drain(process, serving, at_once, registration)
+                process.over.set()
 
 
 def _signals() -> tuple[asyncio.Event, asyncio.Event]:

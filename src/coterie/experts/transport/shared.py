@@ -11,22 +11,18 @@ import mmap
 import os
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import astuple
-from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-import numpy as np
-import numpy.typing as npt
-
 from coterie.errors import EngineError, GoneError, InputError, WireError
-from coterie.experts.protocol import Reply, Request, SlotShape, Word, rules
-from coterie.experts.protocol.layout import DOORBELL, SlotMemory
+from coterie.experts.protocol import Reply, Request, SlotShape, rules
 from coterie.experts.transport.doorbell import Doorbell
 from coterie.experts.transport.identity import is_alive, is_ending, own_identity
 from coterie.experts.transport.inlet import Ready
 from coterie.experts.transport.pending import FullError, Pending
+from coterie.experts.transport.slots import MappedSlot, SlotTable, mapped_slots, slot_stride
 from coterie.experts.transport.words import Words
 from coterie.shm import SharedFile
 
@@ -37,44 +33,9 @@ SWEEP_S = 0.1
 """How often a server looks whether its clients live."""
 _MAGIC, _VERSION = b"coterexp", 2
 _HEADER = struct.Struct("<8sIIQIIIII16s")
-_BELL, _PAGE = 64, 4096
-_READY = int(rules.State.READY)  # compared with each slot's at every look
+_BELL, _HEAD = 64, 4096
 
 T = TypeVar("T")
-
-
-class SharedSlot:
-    """A slot in shared memory; see `protocol.Slot`."""
-
-    def __init__(self, words: Words, memory: mmap.mmap, shape: SlotShape, offset: int) -> None:
-        self._words, self._offset = words, offset
-        self._bytes = memoryview(memory)[offset : offset + shape.size]
-        self._memory = SlotMemory(shape, self._bytes)
-        self.bell = Doorbell(words, offset + DOORBELL)
-
-    def load(self, word: Word) -> int:
-        """See `protocol.Slot`."""
-        return self._words.load(self._offset + word)
-
-    def swap(self, word: Word, expected: int, new: int) -> bool:
-        """See `protocol.Slot`."""
-        return self._words.swap(self._offset + word, expected, new)
-
-    def write_request(self, sequence: int, request: Request) -> None:
-        """See `protocol.Slot`."""
-        self._memory.write_request(sequence, request)
-
-    def read_request(self) -> tuple[int, Request]:
-        """See `protocol.Slot`."""
-        return self._memory.read_request()
-
-    def write_reply(self, sequence: int, reply: Reply) -> None:
-        """See `protocol.Slot`."""
-        self._memory.write_reply(sequence, reply)
-
-    def read_reply(self) -> tuple[int, Reply]:
-        """See `protocol.Slot`."""
-        return self._memory.read_reply()
 
 
 class SharedServer:
@@ -96,24 +57,23 @@ class SharedServer:
         if slots < 1:
             raise InputError(f"expert server: {slots} slots; need one for each client, so one at least")
         self.shape, self._me = shape, own_identity()
-        self._file = SharedFile.create(PREFIX, _PAGE + slots * _pages(shape.size))
+        self._file = SharedFile.create(PREFIX, _HEAD + slots * slot_stride(shape))
         self.path = self._file.path
         _HEADER.pack_into(self._file.memory, 0, _MAGIC, _VERSION, slots, self._me, *astuple(shape))
         words = Words(self._file.memory)
         self._bell = Doorbell(words, _BELL)
-        self._slots = list(_slots(words, self._file.memory, shape, slots))
-        self._states = _state_bytes(self._file.memory, shape, slots)
+        self._slots = SlotTable(words, self._file.memory, shape, slots, _HEAD)
         self._swept_s = time.monotonic()
 
     @property
     def clients(self) -> int:
         """Slots that clients have; may be asked by any thread."""
-        return sum(slot.load(Word.OWNER) != rules.NOBODY for slot in self._slots)
+        return self._slots.clients
 
     @property
     def waiting(self) -> int:
         """Requests that wait or are computed; may be asked by any thread."""
-        return int(self._states.tolist().count(_READY))
+        return self._slots.waiting
 
     def ring(self) -> None:
         """Have `wait` look again; may be called by any thread."""
@@ -129,9 +89,7 @@ class SharedServer:
 
     def pick_up(self) -> list[Ready]:
         """See `Inlet`."""
-        ready = [slot for slot, state in zip(self._slots, self._states.tolist(), strict=True) if state == _READY]
-        found = [(slot, picked) for slot in ready if (picked := rules.pick_up(slot)) is not None]
-        return [Ready(request, partial(_answer, slot, sequence)) for slot, (sequence, request) in found]
+        return self._slots.pick_up()
 
     def _sweep(self) -> None:
         if time.monotonic() - self._swept_s >= SWEEP_S:
@@ -163,7 +121,7 @@ class SharedClient:
         memory, self._server, self.shape, slots = _open(path)
         words = Words(memory)
         self._bell = Doorbell(words, _BELL)
-        free = (slot for slot in _slots(words, memory, self.shape, slots) if rules.claim(slot, self._me))
+        free = (slot for slot in mapped_slots(words, memory, self.shape, slots, _HEAD) if rules.claim(slot, self._me))
         self._slot = next(free, None)
         if self._slot is None:
             raise FullError(f"expert server {path.name}: all {slots} slots are taken; start it with more")
@@ -193,14 +151,14 @@ class SharedClient:
         rules.release(self._open_slot(), self._me)
         self._slot = None
 
-    def _open_slot(self) -> SharedSlot:
+    def _open_slot(self) -> MappedSlot:
         if self._slot is None:
             raise InputError(f"expert server {self._path.name}: this client is closed")
         return self._slot
 
 
 class _SharedPending(Pending):
-    def __init__(self, slot: SharedSlot, sequence: int, name: str, server: int) -> None:
+    def __init__(self, slot: MappedSlot, sequence: int, name: str, server: int) -> None:
         super().__init__(name)
         self._slot, self._sequence, self._server = slot, sequence, server
 
@@ -228,11 +186,6 @@ class _SharedPending(Pending):
                 return None
 
 
-def _answer(slot: SharedSlot, sequence: int, reply: Reply) -> None:
-    if rules.answer(slot, sequence, reply):
-        slot.bell.ring()
-
-
 def _open(path: Path) -> tuple[mmap.mmap, int, SlotShape, int]:
     """Memory, server, shape and number of slots of a server's file."""
     try:
@@ -245,7 +198,7 @@ def _open(path: Path) -> tuple[mmap.mmap, int, SlotShape, int]:
         raise WireError(f"expert server {path.name}: {error}") from error
     finally:
         os.close(descriptor)
-    if len(memory) < _PAGE:
+    if len(memory) < _HEAD:
         raise WireError(f"expert server {path.name}: {len(memory)} bytes are no segment")
     magic, version, slots, server, *carries = _HEADER.unpack_from(memory)
     if (magic, version) != (_MAGIC, _VERSION):
@@ -254,23 +207,6 @@ def _open(path: Path) -> tuple[mmap.mmap, int, SlotShape, int]:
         shape = SlotShape(*carries)
     except InputError as error:
         raise WireError(f"expert server {path.name}: {error}") from error
-    if len(memory) != _PAGE + slots * _pages(shape.size):
+    if len(memory) != _HEAD + slots * slot_stride(shape):
         raise WireError(f"expert server {path.name}: {len(memory)} bytes for {slots} slots of {shape.size}")
     return memory, server, shape, slots
-
-
-def _slots(words: Words, memory: mmap.mmap, shape: SlotShape, slots: int) -> Iterator[SharedSlot]:
-    return (SharedSlot(words, memory, shape, _PAGE + place * _pages(shape.size)) for place in range(slots))
-
-
-def _state_bytes(memory: mmap.mmap, shape: SlotShape, slots: int) -> npt.NDArray[np.uint8]:
-    """Lowest bytes of all state words, to see in one look which slots may be ready.
-
-    Who rings has changed the word before, and the doorbell is read before the bytes, so that none is overlooked.
-    """
-    return np.frombuffer(memory, np.uint8, slots * _pages(shape.size), _PAGE)[Word.STATE :: _pages(shape.size)]
-
-
-def _pages(size: int) -> int:
-    """Bytes of whole pages that hold as many."""
-    return -(-size // _PAGE) * _PAGE

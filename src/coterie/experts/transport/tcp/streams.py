@@ -16,9 +16,14 @@ Parser: TypeAlias = Generator[memoryview, None, None]
 
 
 def prepare(sock: socket.socket) -> None:
-    """Have a socket neither wait nor hold back small pieces, and notice hosts that are gone."""
+    """Have a socket neither wait nor hold back small pieces, and notice the loss of the other side's host."""
     sock.setblocking(False)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    notice_loss(sock)
+
+
+def notice_loss(sock: socket.socket) -> None:
+    """Have a socket, and those that it accepts, fail when the other side's host is gone."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBE_IDLE_S)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_EVERY_S)
