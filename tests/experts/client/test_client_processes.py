@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import signal
 import threading
 import time
@@ -16,12 +17,23 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 from served import FixedDirectory, known_model
 
 from coterie.errors import EngineError, GoneError, WireError
-from coterie.experts.client import MonitoredDirectory, Patience, RemoteExperts, RoutingTable, Server, connections
+from coterie.experts.client import (
+    MonitoredDirectory,
+    Patience,
+    RemoteExperts,
+    RoutingTable,
+    Server,
+    connections,
+    model_experts,
+)
 from coterie.experts.client.connections import Connector
+from coterie.experts.client.model_experts import ExpertsConfig, remote_experts
 from coterie.experts.monitor.calls import ask
+from coterie.experts.monitor.messages import Status
 from coterie.experts.protocol import Request
 from coterie.experts.transport.tcp import TcpClient
 from expert_processes import expert_server
@@ -264,6 +276,28 @@ def test_a_server_of_another_model_is_not_asked(model, a):
     with client(other, directory_of(model, a=a), probe_s=0.01) as remote, pytest.raises(EngineError, match=said):
         remote.compute(0, *inputs(model), time.monotonic() + 0.3)
     assert a.get("/load").json()["requests"] == before
+
+
+@pytest.mark.slow  # starts a process
+def test_a_client_of_another_revision_finds_no_server_and_is_told_of_both(
+    model, checkpoint, tmp_path, monkeypatch, caplog
+):
+    shutil.copytree(checkpoint, tmp_path / "revised")
+    tensors = load_file(checkpoint / "model.safetensors")
+    changed = {name: values * 1.5 if ".experts." in name else values for name, values in tensors.items()}
+    save_file(changed, tmp_path / "revised" / "model.safetensors")
+    revised = known_model(tmp_path / "revised").fingerprint[:12]
+    monkeypatch.setattr(model_experts, "READY_S", 0.5)
+    with running_monitor() as monitor, expert_server(checkpoint, "--monitor", monitor) as server:
+        assert server.config["fingerprint"] == model.fingerprint
+        until(lambda: ask(monitor, "GET", "/status", Status).coverage.fingerprint == model.fingerprint)
+        config = ExpertsConfig(monitor, "test")
+        said = rf"fingerprint {revised}, have no server, .* knows experts \(serving\) of .*{model.fingerprint[:12]}"
+        with pytest.raises(EngineError, match=said), remote_experts(tmp_path / "revised", config):
+            pass
+        assert f"this client's has the fingerprint {revised}" in caplog.text
+        with remote_experts(checkpoint, config) as remote:
+            remote.compute(0, *inputs(model), time.monotonic() + 20)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import os
 import sys
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 
@@ -36,8 +37,16 @@ def sizes(model):
 
 
 def generate(engine, params, prompts):
-    """The tokens of each, computed together."""
-    return [list(output.outputs[0].token_ids) for output in engine.generate(prompts, params, use_tqdm=False)]
+    """The tokens of each and their log-probabilities, computed together, and in how many steps."""
+    with patch.object(engine.llm_engine, "step", wraps=engine.llm_engine.step) as step:
+        outputs = [output.outputs[0] for output in engine.generate(prompts, params, use_tqdm=False)]
+    return {
+        "steps": step.call_count,
+        "tokens": [list(one.token_ids) for one in outputs],
+        "logprobs": [
+            [at[token].logprob for token, at in zip(one.token_ids, one.logprobs, strict=True)] for one in outputs
+        ],
+    }
 
 
 def main():
@@ -58,15 +67,16 @@ def main():
     )
     rng = np.random.default_rng(11)
     asked = [{"prompt_token_ids": rng.integers(100, 3900, rng.integers(4, 40)).tolist()} for _ in range(int(prompts))]
-    params = SamplingParams(temperature=0, max_tokens=int(tokens), ignore_eos=True, detokenize=False)
-    tokens_of = partial(generate, engine, params)
-    alone = [tokens for one in asked for tokens in tokens_of([one])]
+    params = SamplingParams(temperature=0, max_tokens=int(tokens), ignore_eos=True, detokenize=False, logprobs=0)
+    made = partial(generate, engine, params)
+    alone = [made([one]) for one in asked]
     weights = engine.apply_model(sizes)[0]
     print(
         json.dumps(
             {
-                "tokens": alone,
-                "together": tokens_of(asked) if "together" in options else None,
+                "steps": sum(one["steps"] for one in alone),
+                **{name: [one[name][0] for one in alone] for name in ("tokens", "logprobs")},
+                "together": made(asked) if "together" in options else None,
                 "expert_weights": sum(size for name, size in weights.items() if "routed_experts" in name),
                 "other_weights": sum(size for name, size in weights.items() if "routed_experts" not in name),
                 "resident_mib": resident_mib(),
