@@ -1,20 +1,22 @@
 #!/usr/bin/env python3
 """Whole calls to an expert server process beside the same kernel in this process, and how often requests merge.
 
-    python3 bench/expert_server.py [MODEL] [--kernel NAME] [--json]
+    python3 bench/expert_server.py [MODEL] [--kernel NAME] [--awake] [--json]
 
 MODEL is a checkpoint's folder; without one, random experts are written: one layer, hidden size 512, 64 experts of size
 256, top-8.  Calls and local computations take turns, so that both meet the same machine; "above kernel" is the
-difference of the medians, "computing" the mean of what the server says that its batches took.  "call" is the transport
-alone, "client call" a call of `RemoteExperts`, as an engine makes it.  For merging, two client
-processes ask at full rate, each for layer after layer.  Run it on a quiet machine; for vLLM's kernel, with the Python
-of the environment that has vLLM.
+difference of the medians, "computing" the mean of what the server says that its batches took.  "Call" is the transport
+alone, "client call" a call of `RemoteExperts`, as an engine makes it; "waking" is what two bare doorbells take where
+either side is busy as long in turn, so what of a call is the machine's own.  `--awake` (for root) keeps idle cores from
+sleeping.  For merging, two client processes ask at full rate, each for layer after layer.  Run it on a quiet machine;
+for vLLM's kernel, with the Python of the environment that has vLLM.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import mmap
 import multiprocessing
 import os
 import subprocess
@@ -38,10 +40,12 @@ from coterie.experts.protocol import Request
 from coterie.experts.server import load_experts, parse_experts
 from coterie.experts.server.kernels import KernelName, make_kernel
 from coterie.experts.transport import SharedClient
+from coterie.experts.transport.doorbell import Doorbell
 from coterie.experts.transport.identity import own_identity
+from coterie.experts.transport.words import Words
 from coterie.modeling.expert_tensors import ExpertFiles
 
-CALLS, WARM_UP, MERGE_S = 600, 50, 3.0
+CALLS, WARM_UP, WAKINGS, MERGE_S = 600, 50, 200, 3.0
 TOKENS = (1, 16, 64)
 
 
@@ -66,6 +70,17 @@ def write_random(folder: Path, hidden: int = 512, experts: int = 64, size: int =
         folder / "model.safetensors",
     )
     return folder
+
+
+@contextmanager
+def cores_awake(*, wanted: bool) -> Iterator[None]:
+    """Have idle cores poll; see Linux's Documentation/power/pm_qos_interface.rst."""
+    if not wanted:
+        yield
+        return
+    with Path("/dev/cpu_dma_latency").open("wb", buffering=0) as held:
+        held.write(bytes(4))  # no latency at all, as long as it is open
+        yield
 
 
 @contextmanager
@@ -175,12 +190,45 @@ def measure_calls(turns: Turns, url: str, server: int, tokens: int) -> dict[str,
         "above kernel us": call_us - kernel_us,
         "client call us": client_us,
         "client above kernel us": client_us - kernel_us,
+        "waking us": measure_waking(kernel_us / 1e6),
         "call p99 us": float(np.percentile(times[:, 1], 99)),
         "computing us": busy / CALLS / 2 * 1e6,
         "call CPU us": float(times[:, 2].mean()),
         "client call CPU us": float(times[:, 5].mean()),
         "server CPU us": cpu / CALLS / 2 * 1e6,
     }
+
+
+def measure_waking(busy_s: float) -> float:
+    """Microseconds of a ring there and one back, after this side was busy and beside what the other one is."""
+    words = Words(mmap.mmap(-1, mmap.PAGESIZE))
+    there, here = Doorbell(words, 0), Doorbell(words, 64)
+    process = multiprocessing.get_context("fork").Process(target=answer_bells, args=(words, busy_s), daemon=True)
+    process.start()
+    times = []
+    for turn in range(WAKINGS):
+        be_busy(busy_s)
+        start = time.perf_counter()
+        there.ring()
+        here.wait(lambda turn=turn: words.load32(64) > turn or None, 1)
+        times.append(time.perf_counter() - start - busy_s)
+    process.kill()
+    process.join()
+    return float(np.median(times[WAKINGS // 10 :])) * 1e6
+
+
+def answer_bells(words: Words, busy_s: float) -> None:
+    there, here = Doorbell(words, 64), Doorbell(words, 0)
+    for turn in range(WAKINGS):
+        here.wait(lambda turn=turn: words.load32(0) > turn or None, 10)
+        be_busy(busy_s)
+        there.ring()
+
+
+def be_busy(seconds: float) -> None:
+    until_s = time.perf_counter() + seconds
+    while time.perf_counter() < until_s:
+        pass
 
 
 def timed(way: Callable[[Request], Any], one: Request) -> tuple[float, float, Any]:
@@ -218,9 +266,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path, nargs="?")
     parser.add_argument("--kernel", default="coterie", choices=typing.get_args(KernelName))
+    parser.add_argument("--awake", action="store_true")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, cores_awake(wanted=arguments.awake):
         model = arguments.model or write_random(Path(folder))
         with serving(model, arguments.kernel) as (url, process):
             config = httpx.get(f"{url}/config").json()
