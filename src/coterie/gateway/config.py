@@ -15,7 +15,7 @@ from coterie.core import Role
 from coterie.errors import ConfigError
 from coterie.files import read_text
 from coterie.gateway.edge.tls import is_loopback
-from coterie.gateway.legs.pool import split_url
+from coterie.gateway.urls import split_url
 from coterie.routing.shared_load import MOST_ROWS
 
 MAX_CONFIG_BYTES = 1 << 20

@@ -20,11 +20,11 @@ from coterie.engines.base import Engine
 from coterie.gateway.admin.app import admin_app
 from coterie.gateway.admin.changes import Changes
 from coterie.gateway.admin.guard import serving_admin
-from coterie.gateway.admin.inputs import read_inputs
 from coterie.gateway.config import GatewayConfig, Source
 from coterie.gateway.edge.tls import CLOSING_S, HANDSHAKE_S, following
 from coterie.gateway.fleet.startup import start_up
 from coterie.gateway.gateway import Gateway
+from coterie.gateway.inputs import read_inputs
 from coterie.gateway.peers.exchange import Exchange, exchanging
 from coterie.gateway.processes.seat import Seat
 from coterie.http_server import BACKLOG, listen, url_of

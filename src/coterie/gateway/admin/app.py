@@ -19,8 +19,8 @@ from coterie.gateway.admin.changes import Changes
 from coterie.gateway.admin.openapi import JSON, Operation, document
 from coterie.gateway.admin.peers import peer_operations
 from coterie.gateway.fleet.workers import Fleet, Worker
-from coterie.gateway.legs.pool import split_url
 from coterie.gateway.peers.exchange import Exchange
+from coterie.gateway.urls import split_url
 from coterie.routing import Shown
 
 

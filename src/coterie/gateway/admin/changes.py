@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 from coterie.core import Role
 from coterie.errors import CoterieError, InputError
-from coterie.gateway.admin.inputs import Inputs, read_inputs
 from coterie.gateway.config import GatewayConfig, changed
 from coterie.gateway.fleet.startup import decode_policy, fitting_policy, prefill_policy
 from coterie.gateway.fleet.watchers import Watchers
 from coterie.gateway.fleet.workers import Fleet, Worker
 from coterie.gateway.gateway import Gateway
+from coterie.gateway.inputs import Inputs, read_inputs
 from coterie.routing import Policy
 
 _LOOK_S = 0.05

@@ -9,12 +9,12 @@ from collections.abc import Iterator, Sequence
 from coterie.calibration import Profile
 from coterie.core import ModelGeometry
 from coterie.errors import EngineError, ProfileError
-from coterie.gateway.admin.inputs import Inputs
 from coterie.gateway.config import GatewayConfig
 from coterie.gateway.fleet.probe import ProbeError, Prober
 from coterie.gateway.fleet.readings import require_readings
 from coterie.gateway.fleet.workers import Worker, states_of
 from coterie.gateway.gateway import Gateway
+from coterie.gateway.inputs import Inputs
 from coterie.routing import LeastLoad, Locality, LocalityRefit, Policy, Reads, make_policy
 
 _POLL_S = 0.5

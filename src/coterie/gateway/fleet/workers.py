@@ -14,8 +14,9 @@ from coterie.errors import ConfigError, NoWorkerError
 from coterie.gateway.config import GatewayConfig
 from coterie.gateway.edge.access import NO_ACCESS, Access
 from coterie.gateway.fleet.breaker import Breaker, BreakerRules
-from coterie.gateway.legs.pool import Pool, plain_url, split_url
+from coterie.gateway.legs.pool import Pool
 from coterie.gateway.processes.seat import Seat
+from coterie.gateway.urls import plain_url, split_url
 from coterie.routing import Filter, KvHeadroom, Ledger, Policy, Sharing, no_queue, random_stream, route
 from coterie.routing.shared_load import MOST_WORKERS
 
