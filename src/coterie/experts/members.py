@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
@@ -134,6 +134,11 @@ def best_owners(members: Sequence[Member]) -> list[list[tuple[Server, ...]]]:
 
 def _best(owners: Mapping[State, Sequence[Server]]) -> tuple[Server, ...]:
     return tuple(next((owners[state] for state in _ASKED if state in owners), ()))
+
+
+def lacking(owners: Sequence[Sequence[Collection[object]]]) -> list[tuple[int, int]]:
+    """Layer and number of each expert that has no owner, of `[L][E]` owners."""
+    return [(layer, expert) for layer, experts in enumerate(owners) for expert, some in enumerate(experts) if not some]
 
 
 def placed_experts(placement: Placement, rank: int) -> Held:

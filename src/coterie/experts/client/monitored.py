@@ -9,7 +9,7 @@ from coterie.core import ModelGeometry
 from coterie.errors import EngineError
 from coterie.experts.client.table import RoutingTable, Server
 from coterie.experts.follower import Follower
-from coterie.experts.members import SHORT, Member, best_owners
+from coterie.experts.members import SHORT, Member, best_owners, lacking
 from coterie.experts.view import View
 
 _log = logging.getLogger("coterie.experts")
@@ -79,19 +79,14 @@ class MonitoredDirectory:
 
     def _problem(self, view: View, table: RoutingTable) -> str | None:
         """Why not every expert has a server."""
-        lacking = [
-            (layer, expert)
-            for layer, owners in enumerate(table.owners)
-            for expert, some in enumerate(owners)
-            if not some
-        ]
-        if not lacking:
+        missing = lacking(table.owners)
+        if not missing:
             return None
         known = ", ".join(f"{member.server.name} ({member.state}) of {member.server.serves}" for member in view.all)
         why = self._follower.problem or f"the monitor knows {known or 'none'}"
-        layer, expert = lacking[0]
+        layer, expert = missing[0]
         return (
-            f"{len(lacking)} experts of {self._geometry}, fingerprint {self._fingerprint[:SHORT]}, have no server, "
+            f"{len(missing)} experts of {self._geometry}, fingerprint {self._fingerprint[:SHORT]}, have no server, "
             f"layer {layer} expert {expert} first; {why}; start servers of them, with this client's checkpoint: "
             "coterie experts serve MODEL --experts WHICH --monitor URL"
         )

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-from coterie.experts.members import Member
+from coterie.experts.members import Member, Server, best_owners, lacking
 from coterie.experts.monitor.demand import imbalance
 from coterie.experts.monitor.messages import Coverage, Load, ServerRow, Status
 from coterie.experts.monitor.monitor import Monitor
@@ -53,25 +53,21 @@ def _coverage(monitor: Monitor, living: Sequence[Member]) -> Coverage:
             model="", fingerprint="", layers=0, experts=0, replicas={}, missing=0, first_missing=None, imbalance=None
         )
     first = living[0].server
-    everything = [(layer, expert) for layer in range(len(first.held)) for expert in range(first.experts)]
-    serving = _owners(member for member in living if member.state == "serving")
-    usable = _owners(member for member in living if member.state != "joining")
-    missing = [one for one in everything if not usable[one]]
     servers = [member.server for member in living if member.state == "serving"]
+    missing = lacking(best_owners(living))
     return Coverage(
         model=first.model,
         fingerprint=first.fingerprint,
         layers=len(first.held),
         experts=first.experts,
-        replicas=dict(sorted(Counter(serving[one] for one in everything).items())),
+        replicas=dict(sorted(_replicas(first, servers).items())),
         missing=len(missing),
         first_missing=next(iter(missing), None),
         imbalance=imbalance(monitor.demand.rates(servers).sum(axis=2)) if servers else None,
     )
 
 
-def _owners(members: Iterable[Member]) -> Counter[tuple[int, int]]:
-    """How many of the members have each expert, by layer and expert."""
-    return Counter(
-        (layer, expert) for member in members for layer, experts in enumerate(member.server.held) for expert in experts
-    )
+def _replicas(kind: Server, servers: Sequence[Server]) -> Counter[int]:
+    """How many experts have how many owners among the servers; those of a model like one server's."""
+    owners = Counter((layer, expert) for one in servers for layer, held in enumerate(one.held) for expert in held)
+    return Counter(owners[layer, expert] for layer in range(len(kind.held)) for expert in range(kind.experts))

@@ -12,7 +12,7 @@ from coterie.experts.protocol import Reply, Request, Status
 from coterie.experts.transport.inlet import Inlet, Ready
 from coterie.experts.transport.shared import SharedServer
 
-_LOG = logging.getLogger(__name__)
+_log = logging.getLogger("coterie.experts")
 
 
 class Intake:
@@ -74,5 +74,5 @@ class Intake:
 
     def _refuse(self, ready: Ready, problem: WireError) -> None:
         self.malformed += 1
-        _LOG.warning("refused: %s", problem)
+        _log.warning("refused: %s", problem)
         ready.reply(Reply(0, Status.MALFORMED, self._no_sums))

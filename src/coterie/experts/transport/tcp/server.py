@@ -34,7 +34,7 @@ from coterie.experts.transport.inlet import Ready
 from coterie.experts.transport.shared import SharedServer
 from coterie.experts.transport.tcp.streams import Inbox, Outbox, Parser, prepare
 
-_LOG = logging.getLogger(__name__)
+_log = logging.getLogger("coterie.experts")
 
 HELLO_S = 5.0
 """The longest that a connection may take to say its hello."""
@@ -132,7 +132,7 @@ class TcpServer:
         except (BlockingIOError, ConnectionError):
             return
         except OSError as error:
-            _LOG.warning("no connection can be taken: %s", error)
+            _log.warning("no connection can be taken: %s", error)
             time.sleep(_NO_DESCRIPTOR_S)
             return
         if newcomers >= NEWCOMERS:
@@ -149,7 +149,7 @@ class TcpServer:
             self._drop(one, str(error))
         except OSError as error:
             self._drop(one, None)
-            _LOG.debug("%s left: %s", one.name, error)
+            _log.debug("%s left: %s", one.name, error)
 
     def _greet(self, token: bytes) -> tuple[Welcome, bytes]:
         """What to say to a client that means the server of this token."""
@@ -165,7 +165,7 @@ class TcpServer:
 
     def _drop(self, one: _Connection, problem: str | None) -> None:
         if problem:
-            _LOG.warning("%s is cut off: %s", one.name, problem)
+            _log.warning("%s is cut off: %s", one.name, problem)
         self._connections.pop(one.descriptor, None)
         one.close()
 
