@@ -7,21 +7,17 @@ rounding, by less than 1e-6 of a probability.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from coterie.counting.arrays import Counts, Floats, Row, Sums
 from coterie.counting.native import load_native
 from coterie.counting.numpy_kernel import NumpyKernel
 from coterie.native import LEVELS
 
-Floats = npt.NDArray[np.float32]
-Row = npt.NDArray[np.int32]
-"""Logarithms of a request's idle probabilities, `[n]`, in multiples of 2^-20."""
-
-Sums = npt.NDArray[np.int64]
-"""Sums of rows, `[..., n]`."""
+__all__ = ["KERNEL", "Batches", "Counts", "Floats", "Kernel", "Row", "Similarity", "Sums", "kernels"]
 
 
 class Batches(Protocol):
@@ -63,9 +59,7 @@ class Batches(Protocol):
 class Similarity(Protocol):
     """How alike counts are to vectors; not for several threads at once."""
 
-    def __call__(
-        self, counts: npt.NDArray[np.unsignedinteger[Any]], vectors: Floats
-    ) -> tuple[npt.NDArray[np.float64], float]:
+    def __call__(self, counts: Counts, vectors: Floats) -> tuple[npt.NDArray[np.float64], float]:
         """The products `[K]` of `vectors [K, kept * E]` with weighed counts x of `[L, E]`, and the length |x|."""
         ...
 
@@ -75,7 +69,7 @@ class Kernel(Protocol):
 
     name: str
 
-    def conserves(self, counts: npt.NDArray[np.unsignedinteger[Any]], each: int, most: int) -> bool:
+    def conserves(self, counts: Counts, each: int, most: int) -> bool:
         """Whether each layer of `[L, E]` sums to `each`, and no count is greater than `most`."""
         ...
 
@@ -83,7 +77,7 @@ class Kernel(Protocol):
         """The `size` bytes, at least one, that the whole of a text in base64 stands for; None if it is not that."""
         ...
 
-    def usage(self, counts: npt.NDArray[np.unsignedinteger[Any]], covered: int, most: float) -> Floats:
+    def usage(self, counts: Counts, covered: int, most: float) -> Floats:
         """Shares `[n]` of `covered` tokens, each at most `most`."""
         ...
 

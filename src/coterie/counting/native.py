@@ -10,6 +10,7 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
+from coterie.counting.arrays import Counts, Floats, Row, Sums
 from coterie.counting.numpy_kernel import NumpyKernel, NumpySimilarity
 from coterie.native import Functions, open_library
 
@@ -31,10 +32,6 @@ _FUNCTIONS: Functions = {
     "coterie_products": (None, (_ARRAY, _SIZE, _ARRAY, _SIZE, _ARRAY)),
 }
 
-_Counts = npt.NDArray[np.unsignedinteger[Any]]
-_Floats = npt.NDArray[np.float32]
-_Row = npt.NDArray[np.int32]
-_Sums = npt.NDArray[np.int64]
 
 _NATIVE = frozenset(map(np.dtype, ("u1", "u2", "u4")))
 """Counts of others, which no engine sends, are left to numpy."""
@@ -62,7 +59,7 @@ class NativeKernel:
         self._conserves = functions.coterie_conserves
         self._usage = functions.coterie_usage
 
-    def conserves(self, counts: _Counts, each: int, most: int) -> bool:
+    def conserves(self, counts: Counts, each: int, most: int) -> bool:
         """See `Kernel.conserves`."""
         if counts.dtype not in _NATIVE or each >> 63:
             return _plain.conserves(counts, each, most)
@@ -75,7 +72,7 @@ class NativeKernel:
         data = np.empty(size, np.uint8)
         return data if self._functions.coterie_base64(text, len(text), _address(data), size) else None
 
-    def usage(self, counts: _Counts, covered: int, most: float) -> _Floats:
+    def usage(self, counts: Counts, covered: int, most: float) -> Floats:
         """See `Kernel.usage`."""
         if counts.dtype not in _NATIVE:
             return _plain.usage(counts, covered, most)
@@ -84,17 +81,17 @@ class NativeKernel:
         self._usage(_address(counts), counts.itemsize, counts.size, covered, most, _address(usage))
         return usage
 
-    def similarity(self, layers: _Sums, weights: _Floats | None) -> NativeSimilarity:
+    def similarity(self, layers: Sums, weights: Floats | None) -> NativeSimilarity:
         """See `Kernel.similarity`."""
         return NativeSimilarity(self._functions, layers, weights)
 
-    def row(self, usage: _Floats) -> _Row:
+    def row(self, usage: Floats) -> Row:
         """See `Kernel.row`."""
         row = np.empty(len(usage), np.int32)
         self._functions.coterie_row(_address(usage), len(usage), _address(row))
         return row
 
-    def blend(self, mean: _Floats, usage: _Floats, requests: int) -> None:
+    def blend(self, mean: Floats, usage: Floats, requests: int) -> None:
         """See `Kernel.blend`."""
         self._functions.coterie_blend(_address(mean), _address(usage), len(mean), requests)
 
@@ -106,19 +103,19 @@ class NativeKernel:
 class NativeSimilarity:
     """See `Similarity`."""
 
-    def __init__(self, functions: ctypes.CDLL, layers: _Sums, weights: _Floats | None) -> None:
+    def __init__(self, functions: ctypes.CDLL, layers: Sums, weights: Floats | None) -> None:
         self._functions, self._call = functions, functions.coterie_similar
         self._plain = NumpySimilarity(layers, weights)
         self._kept = layers, weights  # as long as their addresses
         self._layers = _address(layers), len(layers)
         self._weights = None if weights is None else _address(weights)
-        self._vectors: _Floats | None = None
+        self._vectors: Floats | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NativeSimilarity:
         """Another, for addresses and functions cannot be copied."""
         return NativeSimilarity(self._functions, *self._kept)
 
-    def __call__(self, counts: _Counts, vectors: _Floats) -> tuple[npt.NDArray[np.float64], float]:
+    def __call__(self, counts: Counts, vectors: Floats) -> tuple[npt.NDArray[np.float64], float]:
         """See `Similarity`."""
         if counts.dtype not in _NATIVE:
             return self._plain(counts, vectors)
@@ -130,7 +127,7 @@ class NativeSimilarity:
         )
         return self._products.copy(), sqrt(squares)
 
-    def _use(self, vectors: _Floats) -> None:
+    def _use(self, vectors: Floats) -> None:
         """Look up where these vectors are, and make room for what is computed with them."""
         self._vectors, self._used = vectors, np.ascontiguousarray(vectors, np.float32)
         self._features, self._products = np.empty(vectors.shape[1], np.float32), np.empty(len(vectors))
@@ -167,7 +164,7 @@ class NativeBatches:
             getattr(other, name)[...] = getattr(self, name)
         return other
 
-    def join(self, batch: int, usage: _Floats, requests: int) -> tuple[_Row, float]:
+    def join(self, batch: int, usage: Floats, requests: int) -> tuple[Row, float]:
         """See `Batches.join`."""
         start, pairs = self._pairs * batch, self._pairs
         row = np.empty(pairs, np.int32)
@@ -175,7 +172,7 @@ class NativeBatches:
         idle: float = self._join(_address(usage), pairs, *places, requests, self._sums_at + 8 * start)
         return row, idle
 
-    def grow(self, batch: int, by: _Row | _Sums, sign: int = 1) -> float:
+    def grow(self, batch: int, by: Row | Sums, sign: int = 1) -> float:
         """See `Batches.grow`."""
         row = self._nothing_at
         if by.dtype == np.int32:
@@ -191,7 +188,7 @@ class NativeBatches:
         places = self._alike_at + 4 * start, self._sums_at + 8 * start, self._log_idle_at + 4 * start
         self._compose(*places, self._pairs, share, weight)
 
-    def products(self, usage: _Floats) -> npt.NDArray[np.float64]:
+    def products(self, usage: Floats) -> npt.NDArray[np.float64]:
         """See `Batches.products`."""
         self._multiply(self._alike_at, self._count, _address(usage), self._pairs, self._products_at)
         return self._products.copy()

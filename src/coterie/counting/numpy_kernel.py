@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import binascii
 from math import sqrt
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from coterie.counting.arrays import Counts, Floats, Row, Sums
+
 UNIT = 2.0**-20
 LEAST = -60.0
 """What is next to nothing stays clear of subnormal numbers, which take ten times as long."""
-
-_Counts = npt.NDArray[np.unsignedinteger[Any]]
-_Floats = npt.NDArray[np.float32]
-_Row = npt.NDArray[np.int32]
-_Sums = npt.NDArray[np.int64]
 
 
 class NumpyKernel:
@@ -24,7 +20,7 @@ class NumpyKernel:
 
     name = "numpy"
 
-    def conserves(self, counts: _Counts, each: int, most: int) -> bool:
+    def conserves(self, counts: Counts, each: int, most: int) -> bool:
         """See `Kernel.conserves`."""
         if counts.dtype.itemsize <= 2 and counts.shape[-1] <= 256:
             # below 2^24 all whole numbers are float32 as well, and this takes a third of the time
@@ -41,21 +37,21 @@ class NumpyKernel:
             return None
         return np.frombuffer(data, np.uint8) if len(data) == size else None
 
-    def usage(self, counts: _Counts, covered: int, most: float) -> _Floats:
+    def usage(self, counts: Counts, covered: int, most: float) -> Floats:
         """See `Kernel.usage`."""
-        usage: _Floats = counts.ravel().astype(np.float32)
+        usage: Floats = counts.ravel().astype(np.float32)
         usage /= np.float32(covered)
         return np.minimum(usage, np.float32(most), out=usage)
 
-    def similarity(self, layers: _Sums, weights: _Floats | None) -> NumpySimilarity:
+    def similarity(self, layers: Sums, weights: Floats | None) -> NumpySimilarity:
         """See `Kernel.similarity`."""
         return NumpySimilarity(layers, weights)
 
-    def row(self, usage: _Floats) -> _Row:
+    def row(self, usage: Floats) -> Row:
         """See `Kernel.row`."""
         return np.rint(np.log1p(-usage) * np.float32(1 / UNIT)).astype(np.int32)
 
-    def blend(self, mean: _Floats, usage: _Floats, requests: int) -> None:
+    def blend(self, mean: Floats, usage: Floats, requests: int) -> None:
         """See `Kernel.blend`."""
         mean += (usage - mean) / np.float32(requests)
 
@@ -67,11 +63,11 @@ class NumpyKernel:
 class NumpySimilarity:
     """See `Similarity`."""
 
-    def __init__(self, layers: _Sums, weights: _Floats | None) -> None:
+    def __init__(self, layers: Sums, weights: Floats | None) -> None:
         self._layers = layers
         self._weights = weights
 
-    def __call__(self, counts: _Counts, vectors: _Floats) -> tuple[npt.NDArray[np.float64], float]:
+    def __call__(self, counts: Counts, vectors: Floats) -> tuple[npt.NDArray[np.float64], float]:
         """See `Similarity`."""
         features = counts[self._layers].astype(np.float32)
         if self._weights is not None:
@@ -90,14 +86,14 @@ class NumpyBatches:
         self._log_idle = np.zeros((count, pairs), np.float32)  # log(1 - mean)
         self._alike = np.ones((count, pairs), np.float32)
 
-    def join(self, batch: int, usage: _Floats, requests: int) -> tuple[_Row, float]:
+    def join(self, batch: int, usage: Floats, requests: int) -> tuple[Row, float]:
         """See `Batches.join`."""
         row, mean = self._kernel.row(usage), self._means[batch]
         self._kernel.blend(mean, usage, requests)
         np.log1p(-mean, out=self._log_idle[batch])
         return row, self.grow(batch, row)
 
-    def grow(self, batch: int, by: _Row | _Sums, sign: int = 1) -> float:
+    def grow(self, batch: int, by: Row | Sums, sign: int = 1) -> float:
         """See `Batches.grow`."""
         sums = self.sums[batch]
         (np.add if sign > 0 else np.subtract)(sums, by, out=sums)
@@ -111,14 +107,14 @@ class NumpyBatches:
         alike *= np.float32(share)
         _exp(alike)
 
-    def products(self, usage: _Floats) -> npt.NDArray[np.float64]:
+    def products(self, usage: Floats) -> npt.NDArray[np.float64]:
         """See `Batches.products`."""
         # einsum and not @: BLAS rounds by position
         products: npt.NDArray[np.float64] = np.einsum("ge,e->g", self._alike, usage).astype(np.float64)
         return products
 
 
-def _exp(logarithms: _Floats) -> _Floats:
+def _exp(logarithms: Floats) -> Floats:
     """Exponentials in place."""
     np.maximum(logarithms, np.float32(LEAST), out=logarithms)
     return np.exp(logarithms, out=logarithms)
