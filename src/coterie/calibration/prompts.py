@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from coterie.core import prompt_hash
+from coterie.decoding import UNREADABLE
 from coterie.errors import InputError
 
 _MOST_BYTES = 1 << 30
@@ -102,7 +103,7 @@ def _read_line(line: bytes, where: str) -> Prompt:
         raise InputError(f"{where}: a blank line, or an empty file; a line is {_LINE}")
     try:
         read = _decoder.decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise InputError(f"{where}: {error}; a line is {_LINE}") from None
     if (read.prompt is None) == (read.messages is None):
         raise InputError(f"{where}: a line holds either prompt or messages")

@@ -13,6 +13,7 @@ import click
 import httpx
 import msgspec
 
+from coterie.decoding import UNREADABLE
 from coterie.errors import ConfigError, EngineError
 from coterie.gateway.admin.api import Error
 
@@ -99,7 +100,7 @@ def _read(answer: httpx.Response, reply: type[_T]) -> _T:
         if answer.is_success:
             return msgspec.json.decode(answer.content, type=reply)
         refused = msgspec.json.decode(answer.content, type=Error)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+    except UNREADABLE:
         raise EngineError(f"the reply ({answer.status_code}) is not a gateway's; is this its admin side?") from None
     raise EngineError(f"the gateway refuses: {refused.error.message}")
 

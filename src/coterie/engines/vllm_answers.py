@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
+from coterie.decoding import UNREADABLE
 from coterie.engines.base import Answer, Call, Fields
 from coterie.errors import EngineError, RequestError
 
@@ -26,7 +27,6 @@ _WITH_THE_LAST = "system_fingerprint"
 _ALWAYS = ("logprobs", "finish_reason", "stop_reason")
 """What events of completions and chats hold even where it is null; those of token ids hold all."""
 
-_UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 _encode = msgspec.json.Encoder().encode
 
 
@@ -59,14 +59,14 @@ def answer(call: Call, reply: bytes) -> Answer:
         if not call.stream:
             return Answer(_JSON, _encode({**fields, "kv_transfer_params": _NULL}))
         return Answer(_EVENTS, b"".join(map(_event, _chunks(call.path, fields, options))) + _DONE)
-    except (*_UNREADABLE, KeyError, ValueError) as error:
+    except (*UNREADABLE, KeyError, ValueError) as error:
         raise EngineError(f"the prefill reply is not an answer: {error!r}") from None
 
 
 def _read_options(call: Call) -> _StreamOptions:
     try:
         return _stream_options.decode(call.fields.get("stream_options", b"null")) or _StreamOptions()
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         raise RequestError(f"stream_options: {error}", "stream_options") from None
 
 

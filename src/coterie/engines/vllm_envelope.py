@@ -12,6 +12,7 @@ import msgspec
 
 from coterie import wire
 from coterie.core import ExpertCounts
+from coterie.decoding import UNREADABLE
 from coterie.errors import WireError
 
 _KEY = b'"%b":' % wire.PROMPT_KEY.encode()
@@ -56,6 +57,6 @@ def read_counts(envelope: msgspec.Raw, counts: bytes) -> ExpertCounts:
         raise WireError(f"counts envelope: {size} bytes, more than the {wire.MAX_ENVELOPE_BYTES} allowed")
     try:
         fields = msgspec.json.decode(envelope)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise WireError(f"counts envelope: it cannot be read: {error}") from None
     return wire.decode_counts({**fields, "counts": counts} if counts else fields)

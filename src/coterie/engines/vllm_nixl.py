@@ -20,6 +20,7 @@ import msgspec
 
 from coterie import wire
 from coterie.core import ExpertCounts, Reading
+from coterie.decoding import UNREADABLE
 from coterie.engines import vllm_envelope, vllm_resume
 from coterie.engines.base import Answer, Body, Call, Fields, Handoff, Prefilled, Transcript
 from coterie.engines.large import NOTHING_LARGE, Large
@@ -92,9 +93,6 @@ _ASK_PREFILL = msgspec.Raw(
         }
     )
 )
-
-_UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""What decoding JSON raises."""
 
 _T = TypeVar("_T")
 _object = msgspec.json.Decoder(Fields)
@@ -307,7 +305,7 @@ class VllmNixl:
         """Read a reply of `/server_info`; see `Engine.on_lost_kv`."""
         try:
             transfer = _server_info.decode(reply).vllm_config.kv_transfer_config
-        except _UNREADABLE:
+        except UNREADABLE:
             return None
         return transfer.kv_load_failure_policy if transfer else None
 
@@ -315,7 +313,7 @@ class VllmNixl:
         """Read a reply of `/v1/models`; see `Engine.model_ids`."""
         try:
             return [model.id for model in _models.decode(reply).data]
-        except _UNREADABLE as error:
+        except UNREADABLE as error:
             raise EngineError(f"the list of models cannot be read: {error}") from None
 
 
@@ -328,7 +326,7 @@ def _with_prompt(call: Call, params: Fields) -> Fields:
 def _read_prefill_reply(reply: bytes) -> _PrefillReply:
     try:
         return _prefill_reply.decode(reply)
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         raise EngineError(f"the prefill reply cannot be read: {error}") from None
 
 
@@ -353,7 +351,7 @@ def _read_object(body: bytes) -> Fields:
         return _object.decode(body)
     except msgspec.ValidationError as error:
         raise RequestError(f"the body must be a JSON object: {error}") from None
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         raise RequestError(f"the body is not valid JSON: {error}") from None
 
 
@@ -408,7 +406,7 @@ def _read(fields: Fields, name: str, decoder: msgspec.json.Decoder[_T]) -> _T | 
         return None
     try:
         return decoder.decode(raw)
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         raise RequestError(f"{name}: {error}", name) from None
 
 

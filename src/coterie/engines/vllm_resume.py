@@ -23,6 +23,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
+from coterie.decoding import UNREADABLE
 from coterie.engines.base import Call, Fields
 from coterie.engines.vllm_events import DATA, DONE, IDS_KEY, PROMPT_IDS_KEY, Alike, Choice, hide, listed, read_event
 from coterie.errors import EngineError, UnresumableError
@@ -87,7 +88,6 @@ class _Message(msgspec.Struct):
     content: str | list[_Part] | None = None
 
 
-_UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 _read_object = msgspec.json.Decoder(Fields).decode
 _read_objects = msgspec.json.Decoder(list[Fields]).decode
 _read_usage = msgspec.json.Decoder(_Usage).decode
@@ -116,7 +116,7 @@ def why_unresumable(call: Call, *, sampled: bool) -> str | None:
         return "the request is sampled, and sampled streams end by the gateway's configuration"
     try:
         _stop_length(call.fields)
-    except _UNREADABLE:
+    except UNREADABLE:
         return "the request's stop is neither text nor texts"
     return None
 
@@ -230,7 +230,7 @@ class VllmTranscript:
             if self._identity is None:
                 return self._open(event)
             choice = self._read(event)
-        except _UNREADABLE as error:
+        except UNREADABLE as error:
             raise EngineError(f"its stream holds an event that cannot be read: {error}") from None
         if choice is not None and self._problem is None:
             self._note(choice)
@@ -437,7 +437,7 @@ def _is(fields: Fields, name: str, value: bytes) -> bool:
 def _greedy(fields: Fields) -> bool:
     try:
         temperature = _read_number(fields.get("temperature", _NULL))
-    except _UNREADABLE:
+    except UNREADABLE:
         return False
     return temperature is not None and temperature < _GREEDY_BELOW
 
@@ -451,7 +451,7 @@ def _stop_length(fields: Fields) -> int:
 def _only_text(messages: bytes) -> bool:
     try:
         read = _read_messages(messages)
-    except _UNREADABLE:
+    except UNREADABLE:
         return False
     parts = (part for message in read if isinstance(message.content, list) for part in message.content)
     return all(part.type == "text" for part in parts)
@@ -460,7 +460,7 @@ def _only_text(messages: bytes) -> bool:
 def _are_ids(raw: bytes) -> bool:
     try:
         _read_ids(raw)
-    except _UNREADABLE:
+    except UNREADABLE:
         return False
     return True
 

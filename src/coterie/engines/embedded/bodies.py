@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from coterie.decoding import UNREADABLE
 from coterie.engines.embedded.sampling import SamplingParams
 from coterie.engines.embedded.transfer import FIELD, Transfer, read_transfer
 from coterie.errors import RequestError
@@ -96,7 +97,6 @@ _ASKS_NOTHING: dict[str, tuple[Any, ...]] = {
 _FOR_RECORDS = ("user", "metadata", "request_id")
 """Fields that never change an output; a request's id is that of its header."""
 
-_UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 _object = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
@@ -253,7 +253,7 @@ def _read(body: bytes | msgspec.Raw, types: Mapping[str, Any], name: str = "the 
     """The fields that say something."""
     try:
         fields = _object.decode(body)
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         raise RequestError(f"{name} must be a JSON object: {error}") from None
     values = {}
     for name, raw in fields.items():
@@ -269,7 +269,7 @@ def _read(body: bytes | msgspec.Raw, types: Mapping[str, Any], name: str = "the 
 def _decode(name: str, raw: msgspec.Raw, type_: Any) -> Any:
     try:
         return msgspec.json.decode(raw, type=type_)
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         raise RequestError(f"{name}: {error}", name) from None
 
 

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
-from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -23,10 +22,10 @@ from coterie.engines.embedded.replies import DONE, Choice, Form, Replies, error_
 from coterie.engines.embedded.transfer import FIELD
 from coterie.engines.embedded.worker import Worker
 from coterie.errors import CoterieError, EngineError, RequestError
+from coterie.json_http import JSON, json_reply, metrics_reply
 
 MAX_BODY_BYTES = 8 << 20
 _LONG_BYTES = 64 << 10
-_JSON = "application/json"
 _EVENTS = "text/event-stream; charset=utf-8"
 _MAX_ID = 128
 _PREFIXES: dict[Form, str] = {"completion": "cmpl", "chat": "chatcmpl", "tokens": "generate-tokens"}
@@ -58,20 +57,20 @@ def app(worker: Worker) -> Starlette:
 
     async def load(_: Request) -> Response:
         stats = worker.engine.stats()
-        return _json({"server_load": stats.running + stats.waiting + stats.loading})
+        return json_reply({"server_load": stats.running + stats.waiting + stats.loading})
 
     async def metrics(_: Request) -> Response:
-        return Response(worker.metrics.text(), headers={"content-type": CONTENT_TYPE_LATEST})
+        return metrics_reply(worker.metrics.text())
 
     async def models(_: Request) -> Response:
-        return _json({"object": "list", "data": [_model_card(worker)]})
+        return json_reply({"object": "list", "data": [_model_card(worker)]})
 
     async def tokenize(request: Request) -> Response:
         model, prompt = read_tokenize(await _body(request))
         _check_model(worker, model)
         tokens = worker.encode(prompt)
         length = worker.engine.config.max_model_len
-        return _json({"count": len(tokens), "max_model_len": length, "tokens": tokens, "token_strs": None})
+        return json_reply({"count": len(tokens), "max_model_len": length, "tokens": tokens, "token_strs": None})
 
     async def completions(request: Request) -> Response:
         return await _generate(worker, request, read_completion)
@@ -102,13 +101,9 @@ def app(worker: Worker) -> Starlette:
     )
 
 
-def _json(document: Any, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(document), status, media_type=_JSON)
-
-
 async def _answer_refusal(_: Request, error: Exception) -> Response:
     assert isinstance(error, _RefusedError)
-    return _json(error.body, error.status)
+    return json_reply(error.body, error.status)
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:
@@ -241,7 +236,7 @@ class _Answer:
         if self._call.transfer.keep:
             await _catch_up()
         params = generation.params(generation.choices[0])
-        await client.whole(200, _JSON, self._replies.full(generation.choices, self._usage(), params))
+        await client.whole(200, JSON, self._replies.full(generation.choices, self._usage(), params))
 
     async def _stream(self, client: _Client) -> None:
         """Nothing is sent before the first news, so that what fails at once is an error and not an empty stream."""
@@ -305,7 +300,7 @@ class _Client:
         if self._started:
             await self.end(b"data: " + body + b"\n\n" + DONE)
         else:
-            await self.whole(refusal.status, _JSON, body)
+            await self.whole(refusal.status, JSON, body)
 
     async def _start(self, status: int, media_type: str, headers: list[tuple[bytes, bytes]]) -> None:
         self._started = True

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from coterie.errors import InputError
+from coterie.decoding import reading
+from coterie.errors import InputError, WireError
 from coterie.experts.membership import Accepted, Action, Heartbeat, Leave, Refused, Register, Report
 from coterie.experts.monitor.messages import MAX_BODY_BYTES, Problem, Pulse, Welcome
 from coterie.experts.monitor.metrics import MonitorMetrics
 from coterie.experts.monitor.monitor import MAX_FOLLOWERS, Monitor
 from coterie.experts.monitor.status import status
+from coterie.json_http import bounded_body, check_media, json_reply, metrics_reply
 
-_JSON = "application/json"
 _LINES = "application/x-ndjson"
 _T = TypeVar("_T")
 
@@ -75,51 +76,43 @@ class _Handlers:
         return StreamingResponse(lines, media_type=_LINES)
 
     async def status(self, request: Request) -> Response:
-        return _json(status(self._monitor))
+        return json_reply(status(self._monitor))
 
     async def placement(self, request: Request) -> Response:
-        return _json(self._monitor.suggestion())
+        return json_reply(self._monitor.suggestion())
 
     async def metrics(self, request: Request) -> Response:
-        return Response(generate_latest(self._metrics), headers={"content-type": CONTENT_TYPE_LATEST})
+        return metrics_reply(generate_latest(self._metrics))
 
     async def health(self, request: Request) -> Response:
-        return _json({"status": "ok"})
+        return json_reply({"status": "ok"})
 
     def _answer(self, action: Action | None) -> Response:
         if isinstance(action, Accepted):
             heartbeat_s = self._monitor.membership.timing.heartbeat_s
-            return _json(Welcome(action.epoch, action.since, action.needed, heartbeat_s))
+            return json_reply(Welcome(action.epoch, action.since, action.needed, heartbeat_s))
         if isinstance(action, Refused):
-            return _json(Problem(action.reason), 409)
-        return _json(Problem("there is no such server; register"), 404)
+            return json_reply(Problem(action.reason), 409)
+        return json_reply(Problem("there is no such server; register"), 404)
 
 
 async def _read(request: Request, type_: type[_T]) -> _T:
     """The body; a page that somebody looks at can post to this port, but not JSON."""
-    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != _JSON:
-        raise HTTPException(415, f"the body must be sent as content-type: {_JSON}")
-    body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > MAX_BODY_BYTES:
-            raise HTTPException(413, f"the body is larger than {MAX_BODY_BYTES} bytes", {"connection": "close"})
+    check_media(request)
+    body = await bounded_body(request, MAX_BODY_BYTES)
     try:
-        return msgspec.json.decode(bytes(body), type=type_)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise HTTPException(400, f"the body: {error}") from None
-
-
-def _json(document: Any, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(document), status, media_type=_JSON)
+        with reading("the body"):
+            return msgspec.json.decode(body, type=type_)
+    except WireError as error:
+        raise HTTPException(400, str(error)) from None
 
 
 async def _refused(_: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    reply = _json(Problem(error.detail), error.status_code)
+    reply = json_reply(Problem(error.detail), error.status_code)
     reply.headers.update(error.headers or {})
     return reply
 
 
 async def _unusable(_: Request, error: Exception) -> Response:
-    return _json(Problem(str(error)), 409)
+    return json_reply(Problem(str(error)), 409)

@@ -11,6 +11,7 @@ from urllib.parse import SplitResult, urlsplit
 
 import msgspec
 
+from coterie.decoding import UNREADABLE
 from coterie.errors import ConfigError, EngineError, InputError
 from coterie.experts.monitor.messages import BEAT_S, MAX_LINE_BYTES, Problem
 from coterie.experts.view import Message
@@ -134,5 +135,5 @@ def _connection(url: str, timeout_s: float) -> http.client.HTTPConnection:
 def _read(url: str, content: bytes, type_: type[_T]) -> _T:
     try:
         return msgspec.json.decode(content, type=type_)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, InputError) as error:
+    except (*UNREADABLE, InputError) as error:
         raise EngineError(f"{url} does not answer as it should: {error}") from None

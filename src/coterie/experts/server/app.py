@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, generate_latest
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
@@ -15,6 +14,7 @@ from starlette.routing import Route
 from coterie.experts.server.metrics import ServerMetrics
 from coterie.experts.server.nixl_slots import slot_for
 from coterie.experts.transport.nixl import handshake
+from coterie.json_http import json_reply, metrics_reply
 
 if TYPE_CHECKING:
     from coterie.experts.server.process import ServerProcess, Serving
@@ -24,20 +24,20 @@ def app(process: ServerProcess) -> Starlette:
     """The HTTP side as an ASGI application; /load and /metrics answer 503 until the experts are loaded."""
 
     async def health(_: Request) -> Response:
-        return _json({"phase": process.phase}, 200 if process.phase == "serving" else 503)
+        return json_reply({"phase": process.phase}, 200 if process.phase == "serving" else 503)
 
     async def config(_: Request) -> Response:
-        return _json(describe(process))
+        return json_reply(describe(process))
 
     async def load(_: Request) -> Response:
-        return _json(report(process.serving)) if process.serving else _json({"phase": process.phase}, 503)
+        return json_reply(report(process.serving)) if process.serving else json_reply({"phase": process.phase}, 503)
 
     async def metrics(_: Request) -> Response:
         if process.serving is None:
-            return _json({"phase": process.phase}, 503)
+            return json_reply({"phase": process.phase}, 503)
         registry = CollectorRegistry()
         registry.register(ServerMetrics(process.serving))
-        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+        return metrics_reply(generate_latest(registry))
 
     async def nixl(request: Request) -> Response:
         return slot_for(process.nixl, process.id, request.query_params.get("server"), process.over)
@@ -95,7 +95,3 @@ def resident_bytes() -> int:
     status = Path("/proc/self/status").read_text(encoding="utf-8", errors="replace")
     line = next(line for line in status.splitlines() if line.startswith("VmRSS:"))
     return int(line.split()[1]) << 10
-
-
-def _json(content: dict[str, Any], status: int = 200) -> Response:
-    return Response(msgspec.json.encode(content), status, media_type="application/json")

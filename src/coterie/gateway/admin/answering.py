@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -13,8 +12,9 @@ from starlette.routing import Route
 
 from coterie.errors import InputError, UnsupportedError, WireError
 from coterie.gateway.admin.changes import NotServingError, UnknownWorkerError
-from coterie.gateway.admin.openapi import JSON, Operation
+from coterie.gateway.admin.openapi import Operation
 from coterie.gateway.edge.http1 import error_body
+from coterie.json_http import JSON, bounded_body, check_media
 
 
 def routes_of(operations: Sequence[Operation]) -> list[Route]:
@@ -57,39 +57,16 @@ def _check_origin(request: Request) -> None:
         raise HTTPException(403, f"requests of pages of another origin ({origin}) are not taken")
 
 
-async def bounded_body(request: Request, most: int) -> bytes:
-    """The body of a request.
-
-    Raises:
-        HTTPException: 413, it is larger.
-    """
-    parts, size = [], 0
-    async for part in request.stream():
-        parts.append(part)
-        size += len(part)
-        if size > most:
-            raise HTTPException(413, f"the body is larger than {most} bytes", {"connection": "close"})
-    return b"".join(parts)
-
-
 def _read(operation: Operation, request: Request, body: bytes) -> Any:
     if operation.body is None:
         if body:
             raise HTTPException(400, f"{operation.method} {operation.path} takes no body")
         return None
-    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != operation.media:
-        raise HTTPException(415, f"the body must be sent as content-type: {operation.media}")
+    check_media(request, operation.media)
     try:
         return operation.decode(body)
     except WireError as error:
         raise HTTPException(400, str(error)) from None
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise HTTPException(400, f"the body: {error}") from None
-
-
-def json_reply(value: Any, status: int = 200) -> Response:
-    """A value as JSON."""
-    return Response(msgspec.json.encode(value), status, media_type=JSON)
 
 
 def error_reply(status: int, message: str, kind: str, code: str | None = None) -> Response:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import msgspec
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client import generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -14,13 +14,14 @@ from starlette.routing import Route
 
 from coterie.errors import InputError
 from coterie.gateway.admin import api
-from coterie.gateway.admin.answering import HANDLERS, json_reply, routes_of
+from coterie.gateway.admin.answering import HANDLERS, routes_of
 from coterie.gateway.admin.changes import Changes
-from coterie.gateway.admin.openapi import JSON, Operation, document
+from coterie.gateway.admin.openapi import Operation, document
 from coterie.gateway.admin.peers import peer_operations
 from coterie.gateway.fleet.workers import Fleet, Worker
 from coterie.gateway.peers.exchange import Exchange
 from coterie.gateway.urls import split_url
+from coterie.json_http import JSON, json_reply, metrics_reply
 from coterie.routing import Shown
 
 
@@ -71,7 +72,7 @@ class _Admin:
 
     async def metrics(self, request: Request, body: None) -> Response:
         text = generate_latest(self._gateway.metrics.registry)
-        return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
+        return metrics_reply(text)
 
     async def workers(self, request: Request, body: None) -> Response:
         fleets = (self._gateway.prefill, self._gateway.decode)

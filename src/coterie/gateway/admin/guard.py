@@ -18,6 +18,7 @@ from coterie.gateway.edge.http1 import error_body
 from coterie.gateway.edge.keys import KeyRing
 from coterie.gateway.edge.tls import server_context
 from coterie.http_server import serving_app
+from coterie.json_http import JSON
 
 OPEN_PATHS = frozenset({"/health"})
 """Those whom an orchestrator asks, which has no key."""
@@ -86,4 +87,4 @@ def guarded(app: ASGIApp, keys: KeyRing) -> ASGIApp:
 
 
 def _refusal(status: int, message: str, code: str, headers: Mapping[str, str] | None = None) -> Response:
-    return Response(error_body(message, "invalid_request_error", code=code), status, headers, "application/json")
+    return Response(error_body(message, "invalid_request_error", code=code), status, headers, JSON)

@@ -11,14 +11,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from coterie import __version__
+from coterie.decoding import reading
 from coterie.gateway.admin.api import Effective, Error
 from coterie.gateway.config import FIELDS, GatewayConfig
+from coterie.json_http import JSON
 
 MAX_BODY_BYTES = 64 << 10
 """Of most operations."""
 
 _REF = "#/components/schemas/{name}"
-JSON = "application/json"
 _ERRORS = {
     400: "The request is malformed.",
     403: "The request was made by a page of another site in somebody's browser.",
@@ -64,9 +65,12 @@ class Operation:
         """Its body from bytes.
 
         Raises:
-            MsgspecError, WireError: they are none.
+            WireError: they are none.
         """
-        return msgspec.json.decode(body, type=self.body) if self.read is None else self.read(body)
+        if self.read is not None:
+            return self.read(body)
+        with reading("the body"):
+            return msgspec.json.decode(body, type=self.body)
 
     @property
     def changes(self) -> bool:

@@ -7,11 +7,11 @@ from starlette.responses import Response
 
 from coterie.errors import InputError
 from coterie.gateway.admin import api
-from coterie.gateway.admin.answering import json_reply
 from coterie.gateway.admin.openapi import Operation
 from coterie.gateway.peers.exchange import PATH, Exchange, Link
 from coterie.gateway.peers.heard import View
 from coterie.gateway.peers.message import MAX_MESSAGE_BYTES, MEDIA, Message, Taken, read_message
+from coterie.json_http import json_reply
 
 
 def peer_operations(exchange: Exchange | None) -> tuple[Operation, ...]:

@@ -7,6 +7,7 @@ import asyncio
 import msgspec
 
 from coterie.core import Role, RouteRequest, prompt_hash
+from coterie.decoding import UNREADABLE
 from coterie.engines.base import Call, Engine
 from coterie.errors import RequestError
 from coterie.gateway.config import GatewayConfig
@@ -197,5 +198,5 @@ class Dispatcher:
 def _hash(prompt: bytes) -> str:
     try:
         return prompt_hash(msgspec.json.decode(prompt))
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise RequestError(f"the prompt cannot be read: {error}") from None

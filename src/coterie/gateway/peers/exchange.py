@@ -13,6 +13,7 @@ import msgspec
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from coterie.decoding import UNREADABLE
 from coterie.errors import CoterieError, EngineError
 from coterie.gateway.admin.api import Error
 from coterie.gateway.config import GatewayConfig
@@ -260,6 +261,6 @@ def _identity(reply: Collected) -> str:
         if reply.status == 200:
             return msgspec.json.decode(body, type=Taken).identity
         message = msgspec.json.decode(body, type=Error).error.message
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+    except UNREADABLE:
         message = "this is no reply of a gateway's admin side"
     raise EngineError(f"it answered {reply.status}: {message}")

@@ -14,6 +14,7 @@ import numpy as np
 
 from coterie.core import MAX_EXPERTS, MAX_LAYERS
 from coterie.counting import Sums
+from coterie.decoding import reading
 from coterie.errors import InputError, WireError
 from coterie.routing import Load
 from coterie.routing.marginal_batches import LEAST_IN_ROW
@@ -121,15 +122,13 @@ def read_message(body: bytes) -> Message:
     Raises:
         WireError: they are none, or of another version.
     """
-    try:
+    with reading("the body"):
         version = msgspec.msgpack.decode(body, type=_Versioned).version
         if version != VERSION:
             raise WireError(
                 f"version: the peer speaks {version}, this gateway {VERSION}; run the same version of coterie on both"
             )
         return msgspec.msgpack.decode(body, type=Message)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise WireError(f"the body: {error}") from None
 
 
 def figures_of(message: Message) -> Figures:

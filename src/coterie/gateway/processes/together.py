@@ -7,20 +7,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any, Protocol
 
 import msgspec
-from prometheus_client import CONTENT_TYPE_LATEST, Metric, generate_latest
+from prometheus_client import Metric, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
-from coterie.gateway.admin.answering import HANDLERS, bounded_body, error_reply, routes_of
+from coterie.gateway.admin.answering import HANDLERS, error_reply, routes_of
 from coterie.gateway.admin.peers import peer_operations
 from coterie.gateway.config import GatewayConfig
 from coterie.gateway.peers.exchange import Exchange
 from coterie.gateway.processes.control import Answer
+from coterie.json_http import bounded_body, json_reply, metrics_reply
 
 MAX_BODY_BYTES = 1 << 20
 
@@ -83,11 +84,11 @@ def together_app(group: Together, exchange: Exchange | None = None) -> Starlette
         if refused:
             return _response(refused[0])
         if path == "/metrics":
-            return Response(_metrics(group, exchange, answers), headers={"content-type": CONTENT_TYPE_LATEST})
+            return metrics_reply(_metrics(group, exchange, answers))
         if request.method != "GET" or path not in _MERGED:
             return _first(answers, lambda _: True)  # all have made the same change, or tell the same
         said = {number: msgspec.json.decode(answer.body) for number, answer in answers.items()}
-        return JSONResponse(_MERGED[path](said, group.config))
+        return json_reply(_MERGED[path](said, group.config))
 
     everything = Route("/{path:path}", answer, methods=["GET", "POST", "PUT", "DELETE"])
     return Starlette(routes=[*own, everything], exception_handlers=HANDLERS)
