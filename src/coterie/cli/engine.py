@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import sys
@@ -18,6 +17,7 @@ from rich.progress import Progress
 # Read when numpy loads: its products are small, and workers share the cores among themselves.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
+from coterie.cli.logs import log_to_stderr
 from coterie.engines.embedded.process import DEFAULT_KV_MEMORY_MIB, WorkerConfig, run
 from coterie.engines.embedded.pulls import Transport
 from coterie.engines.embedded.worker import WorkerRole
@@ -131,8 +131,7 @@ def engine(model: Path, served_model_name: str | None, **options: Any) -> None:
     given = {name: value for name, value in options.items() if value is not None}
     config = WorkerConfig(model, served_model_name or model.resolve().name, **given)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # while weights are converted, it ends as Ctrl-C does
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    log_to_stderr()
     with experts as remote, Progress(transient=True, disable=not sys.stderr.isatty()) as bar:
         run(config, on_ready=_announce(config, bar), progress=_shown(bar), experts=remote)
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import logging
-import sys
 from collections.abc import Callable
 
 import click
 
+from coterie.cli.logs import log_to_stderr
 from coterie.experts.membership import Timing
 from coterie.experts.monitor.process import MonitorConfig, run
 
@@ -39,7 +38,6 @@ def monitor(host: str, port: int, **timing: float) -> None:
     No request passes through it: without it servers and clients go on with what they know.  When it is back, the
     servers register again.
     """
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    log_to_stderr()
     config = MonitorConfig(host, port, Timing(**timing))
     run(config, on_ready=lambda url: click.echo(f"monitor   {url}"))

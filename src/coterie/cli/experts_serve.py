@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 import typing
@@ -16,6 +15,7 @@ from rich.progress import Progress
 # Read when numpy loads: its products are small, and servers share the cores among themselves.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
+from coterie.cli.logs import log_to_stderr
 from coterie.experts.server.kernels import KernelName
 from coterie.experts.server.process import ServeConfig, ServerProcess, run
 
@@ -67,8 +67,7 @@ def serve(**options: Any) -> None:
     It loads no other experts.  Clients of this host hand it tokens through shared memory, those of others by NIXL or by
     TCP, if it is told so; /config says where.
     """
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    log_to_stderr()
     with Progress(transient=True, disable=not sys.stderr.isatty()) as bar:
         task = bar.add_task("experts", total=None)
         run(

@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from coterie.cli.logs import log_to_stderr
 from coterie.engines.vllm_nixl import VllmNixl
 from coterie.gateway.config import FIELDS, GatewayConfig, Source
 from coterie.gateway.processes.parent import run_processes
@@ -51,9 +52,7 @@ def _serve(config: str | None, **flags: Any) -> None:
 
 def set_up_logging() -> None:
     """Everything to stderr; requests as bare lines of JSON."""
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    for library in ("uvicorn", "httpx"):
-        logging.getLogger(library).setLevel(logging.WARNING)
+    log_to_stderr("httpx")
     bare = logging.StreamHandler(sys.stderr)
     bare.setFormatter(logging.Formatter("%(message)s"))
     requests = logging.getLogger("coterie.requests")
