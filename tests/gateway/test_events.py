@@ -19,13 +19,19 @@ from coterie.gateway.edge.http1 import (
     Framing,
     MalformedError,
     parse_response_head,
-    unchunk,
 )
 from coterie.gateway.legs.events import MAX_EVENT_BYTES, EventRelay
 from vllm_streams import events, read, seen
 
 engine = VllmNixl()
 STREAM = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n"
+
+
+def unchunk(body: bytes) -> bytes:
+    """The data of a complete chunked body."""
+    payload: list[bytes] = []
+    ChunkedFraming(payload).feed(body)
+    return b"".join(payload)
 
 
 class FakeReply:

@@ -243,8 +243,7 @@ class HeldBatches:
         being changed is as it was at the last call.
         """
         self._files.follow(self._announcements.first(self._rows))
-        shapes = [words.shape for words in self._files.opened.values()]
-        self.shape = shapes[0] if shapes else self.shape
+        self.shape = next((words.shape for words in self._files.opened.values()), self.shape)
         last, self._last = self._last, {}
         total: dict[int, tuple[int, Sums]] = {}
         for token, words in self._files.opened.items():

@@ -126,11 +126,6 @@ class SharedClient:
         if self._slot is None:
             raise FullError(f"expert server {path.name}: all {slots} slots are taken; start it with more")
 
-    @property
-    def alive(self) -> bool:
-        """Whether the server's process still runs, and has not begun to end; one that is suspended does."""
-        return not is_ending(self._server)
-
     def post(self, request: Request) -> Pending:
         """Send a request, and do not wait.  What is returned must be waited for or withdrawn before the next one.
 

@@ -339,10 +339,3 @@ def framing_of(head: ResponseHead) -> Framing:
     if head.chunked:
         return ChunkedFraming()
     return CloseFraming() if head.length is None else LengthFraming(head.length)
-
-
-def unchunk(body: bytes) -> bytes:
-    """The data of a complete chunked body."""
-    payload: list[bytes] = []
-    ChunkedFraming(payload).feed(body)
-    return b"".join(payload)
