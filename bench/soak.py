@@ -27,9 +27,11 @@ from pathlib import Path
 
 import numpy as np
 
-sys.path.append(str(Path(__file__).parents[1] / "tests" / "faults"))
+sys.path.extend(str(Path(__file__).parents[1] / folder) for folder in ("tests", "tests/faults"))
 from fault_cells import BEHAVIOURS, PROCESS_FAULTS, end_of
-from fault_cluster import PROMPTS, ROLES, FaultCluster, FaultEngine, wait_until
+from fault_cluster import PROMPTS, ROLES, FaultCluster, FaultEngine
+
+from waiting import wait_until
 
 TOKENS = (8, 24, 64, 120)
 FAULT_S = (0.5, 5.0)
@@ -265,7 +267,7 @@ def _left(cluster: FaultCluster, faults: FaultScript) -> list[str]:
         (lambda: not cluster.stranded_files(), "no shared memory of killed engines"),
     ):
         try:
-            wait_until(condition, 40, what)
+            wait_until(condition, what, 40)
         except AssertionError as error:
             left.append(str(error))
     return left

@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "faults"))
+sys.path.extend(str(Path(__file__).resolve().parents[1] / folder) for folder in ("tests", "tests/faults"))
 from fault_cells import CELLS, FAULTS, IMPOSSIBLE, Cell, Found, Matrix
 from fault_cluster import ROLES, FaultCluster
 from fault_proxy import Moment

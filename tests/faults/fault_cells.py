@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from fault_cluster import PATIENCE_S, PROMPTS, ROLES, Answer, FaultCluster, FaultEngine, wait_until
+from fault_cluster import PATIENCE_S, PROMPTS, ROLES, Answer, FaultCluster, FaultEngine
 from fault_proxy import Behaviour, Moment, Stop, Trap, Tunnel, babble, dawdle, hang, refuse, reset
+
+from waiting import wait_until
 
 BEHAVIOURS: dict[str, Behaviour] = {
     "hung": hang,

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +28,7 @@ import coterie
 from coterie.engines.embedded.kv import PREFIX
 from coterie.shm import FOLDER
 from coterie.up.ports import PortChooser
+from waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 SOURCE = Path(coterie.__file__).parents[1]
@@ -57,16 +58,6 @@ ROLES = ("prefill", "decode")
 PROMPTS = ("Once upon a time", "def main(args):\n    ", "The king said unto", "SELECT name FROM", "Es war einmal")
 TOKENS = 24
 _START_S = 120.0
-
-
-def wait_until(condition: Callable[[], object], within_s: float = 20.0, what: str = "it") -> float:
-    """Wait for a condition; the seconds that it took."""
-    start_s = time.monotonic()
-    while not condition():
-        if time.monotonic() - start_s > within_s:
-            raise AssertionError(f"{what} did not happen within {within_s:g} s")
-        time.sleep(0.02)
-    return time.monotonic() - start_s
 
 
 class Process:
@@ -99,7 +90,7 @@ class Process:
 
     def wait_ready(self) -> None:
         """Wait until it serves."""
-        wait_until(self._ready, _START_S, f"the start of {self.log.stem}")
+        wait_until(self._ready, f"the start of {self.log.stem}", _START_S)
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal."""

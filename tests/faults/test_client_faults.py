@@ -9,8 +9,10 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from fault_cluster import LEASE_S, PROMPTS, wait_until
+from fault_cluster import LEASE_S, PROMPTS
 from fault_proxy import Moment, Trap
+
+from waiting import wait_until
 
 WINDOWS = [
     ("prefill", Moment.BEFORE, "prefill"),

@@ -8,9 +8,10 @@ from typing import Any
 
 import httpx
 import pytest
-from fault_cluster import FaultCluster, wait_until
+from fault_cluster import FaultCluster
 
 from vllm_streams import Seen, seen
+from waiting import wait_until
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"

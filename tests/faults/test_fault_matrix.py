@@ -4,8 +4,10 @@ import asyncio
 
 import pytest
 from fault_cells import CELLS, MOST_500S, right_ends
-from fault_cluster import PROMPTS, ROLES, wait_until
+from fault_cluster import PROMPTS, ROLES
 from fault_proxy import Moment, Trap
+
+from waiting import wait_until
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=str)

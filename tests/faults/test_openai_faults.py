@@ -4,8 +4,10 @@ import signal
 
 import openai
 import pytest
-from fault_cluster import PROMPTS, TOKENS, wait_until
+from fault_cluster import PROMPTS, TOKENS
 from fault_proxy import Moment, Stop, Trap, refuse
+
+from waiting import wait_until
 
 ASK = {
     "model": "tiny",

@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import httpx
@@ -17,6 +16,7 @@ from coterie.errors import ConfigError, EngineError
 from coterie.up.cluster import Cluster
 from coterie.up.config import ClusterConfig, PoolConfig
 from coterie.up.ports import PortChooser
+from waiting import wait_until
 
 ENGINE = f"""#!{sys.executable} -IS
 import http.server, os, sys
@@ -45,13 +45,6 @@ def config(tmp_path):
 
 def changed(config, **changes):
     return dataclasses.replace(config, **changes)
-
-
-def wait_for(condition, what):
-    deadline_s = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline_s, f"waited 20 s for {what}"
-        time.sleep(0.02)
 
 
 def asked(url):
@@ -94,7 +87,7 @@ def test_a_killed_engine_comes_back_at_the_same_url(config):
     with Cluster(config) as cluster:
         member = cluster.members("decode")[1]
         os.killpg(member.process.pid, signal.SIGKILL)
-        wait_for(lambda: member.status().restarts == 1 and member.status().state == "ready", "the restart")
+        wait_until(lambda: member.status().restarts == 1 and member.status().state == "ready", "the restart")
         assert asked(member.url)
         assert [other.status().restarts for other in cluster.members()] == [0, 0, 1]
 
@@ -178,7 +171,7 @@ def test_nothing_survives_a_killed_coterie_up(up):
             states = json.loads(parent.stdout.readline())
         parent.kill()
     for state in states:
-        wait_for(lambda pid=state["pid"]: not Path(f"/proc/{pid}").exists(), "the end of the engines")
+        wait_until(lambda pid=state["pid"]: not Path(f"/proc/{pid}").exists(), "the end of the engines")
 
 
 def test_sigterm_stops_coterie_up_with_status_0(up):

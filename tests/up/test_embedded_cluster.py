@@ -7,7 +7,6 @@ import json
 import os
 import random
 import signal
-import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,6 +20,7 @@ from coterie.cli.fit import fit
 from coterie.up.cluster import Cluster
 from coterie.up.config import load_cluster_config
 from coterie.up.processes import State
+from waiting import wait_until
 
 TINY = Path(__file__).parents[2] / "models" / "coterie-tiny"
 PROMPTS = (
@@ -109,13 +109,6 @@ def locality(cluster, profile):
 @pytest.fixture(params=["least_load", "locality"])
 def gateway(request):
     return request.getfixturevalue(request.param)
-
-
-def wait_until(condition):
-    deadline_s = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.05)
 
 
 def assert_nothing_is_held(cluster):

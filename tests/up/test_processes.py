@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ import pytest
 from coterie.clock import ManualClock
 from coterie.errors import EngineError
 from coterie.up.processes import ProcessSpec, State, SupervisedProcess, group_cpu_s
+from waiting import wait_until
 
 # A server in miniature: a child that leaves the process group, pids on record, then sleep.
 TREE = """
@@ -24,13 +24,6 @@ with open(sys.argv[1], "a") as file:
 print("started", flush=True)
 time.sleep(600)
 """
-
-
-def wait_for(condition, what, timeout_s=20.0):
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s, f"waited {timeout_s} s for {what}"
-        time.sleep(0.02)
 
 
 def alive(pid):
@@ -63,7 +56,7 @@ class Tree:
             self.process.poll()
             return self.process.state is state
 
-        wait_for(reached, state.value)
+        wait_until(reached, state.value)
         self.seen = self.starts()
 
     def start(self):
@@ -161,7 +154,7 @@ def test_a_command_that_ends_before_it_was_ready_is_not_tried_again(tmp_path):
     command = (sys.executable, "-c", "print('no such flag'); raise SystemExit(2)")
     process = SupervisedProcess(ProcessSpec("bad", command, tmp_path / "log", "unused"), probe=lambda _: False)
     process.start()
-    wait_for(lambda: process.poll() or process.state is State.FAILED, "failure")
+    wait_until(lambda: process.poll() or process.state is State.FAILED, "failure")
     assert process.problem == "ended before it was ready (exit status 2)"
     assert process.log_tail() == "no such flag"
 
@@ -170,7 +163,7 @@ def test_a_start_that_takes_too_long_fails_and_leaves_nothing(tree):
     server = tree(ready_timeout_s=30.0)
     server.seen = 99  # never ready
     server.process.start()
-    wait_for(lambda: server.starts() == 1, "start")
+    wait_until(lambda: server.starts() == 1, "start")
     server.clock.advance(30.1)
     server.process.poll()
     assert server.process.state is State.FAILED
@@ -184,7 +177,7 @@ def test_a_killed_keeper_takes_its_command_along(tree):
     command_pid = server.pids()[0]
     os.kill(server.process.pid, signal.SIGKILL)
     server.poll_until(State.BACKOFF)
-    wait_for(lambda: not alive(command_pid), "the command's end")
+    wait_until(lambda: not alive(command_pid), "the command's end")
     os.kill(server.pids()[1], signal.SIGKILL)  # it left the group and its keeper is dead: nobody could know it
 
 
@@ -202,10 +195,10 @@ time.sleep(600)
 """
     with subprocess.Popen([sys.executable, "-c", supervisor], stdout=subprocess.PIPE, text=True) as parent:
         keeper = int(parent.stdout.readline())
-        wait_for(lambda: file.exists() and file.read_text().endswith("\n"), "start")
+        wait_until(lambda: file.exists() and file.read_text().endswith("\n"), "start")
         parent.kill()
     pids = [keeper, *map(int, file.read_text().split())]
-    wait_for(lambda: not any(map(alive, pids)), "the end of all")
+    wait_until(lambda: not any(map(alive, pids)), "the end of all")
 
 
 def test_a_program_that_is_not_there_is_an_error_before_anything_runs(tmp_path):

@@ -17,6 +17,7 @@ from coterie.engines.embedded.request import Request, Submission
 from coterie.engines.embedded.sampling import SamplingParams
 from coterie.errors import ConfigError, EngineError, RequestError
 from coterie.modeling import PartError
+from waiting import wait_until
 
 
 def submit_all(story, **changes):
@@ -500,23 +501,13 @@ def test_blocks_of_an_aborted_load_are_free_when_nothing_writes_to_them_any_more
 # --- a thread of its own ----------------------------------------------------------------------------
 
 
-def wait_for(condition):
-    import time
-
-    for _ in range(5000):
-        if condition():
-            return
-        time.sleep(0.001)
-    raise AssertionError("it did not happen")
-
-
 def test_a_running_engine_serves_and_ends_what_is_left_when_closed():
     story = Story(lease_s=0.01)
     story.engine.start()
     story.submit("a", [1, 2], max_tokens=3, ignore_eos=True)
-    wait_for(lambda: story.heard["a"] and story.heard["a"][-1].finish)
+    wait_until(lambda: story.heard["a"] and story.heard["a"][-1].finish)
     story.submit("waits", [1, 2], load_tokens=2)
-    wait_for(lambda: story.jobs)
+    wait_until(lambda: story.jobs)
     story.engine.close()
     assert story.finish("a").reason == "length"
     assert (story.finish("waits").reason, story.finish("waits").problem) == (
@@ -532,7 +523,7 @@ def test_a_failing_step_ends_every_request_with_the_reason(caplog):
     story.model.forward = lambda batch, kv: 1 / 0
     story.engine.start()
     story.submit("a", [1, 2])
-    wait_for(lambda: story.heard["a"] and story.engine.problem)
+    wait_until(lambda: story.heard["a"] and story.engine.problem)
     assert story.finish("a").problem == "the engine has stopped: a step failed: division by zero"
     assert "the engine stops: a step failed" in caplog.text
     story.engine.close()
@@ -545,6 +536,6 @@ def test_an_idle_engine_takes_blocks_back_when_their_lease_runs_out():
     story.engine._clock = SystemClock()
     story.engine.start()
     story.submit("p", [1, 2], max_tokens=1, keep=True)
-    wait_for(lambda: story.heard["p"])
-    wait_for(lambda: story.pool.held == 0)
+    wait_until(lambda: story.heard["p"])
+    wait_until(lambda: story.pool.held == 0)
     story.engine.close()

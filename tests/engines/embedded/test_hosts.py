@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -13,6 +12,7 @@ from workers import ending
 
 from coterie.engines.embedded.kv import PREFIX
 from network_hosts import two_hosts
+from waiting import wait_until
 
 RNG = np.random.default_rng(11)
 HEADER_BYTES, BLOCKS = 4096, 400
@@ -38,13 +38,6 @@ def some_prompt(tokens):
 
 def tokens_of(reply):
     return reply["choices"][0]["token_ids"]
-
-
-def wait_until(condition, what):
-    deadline_s = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline_s, f"waited 20 s for {what}"
-        time.sleep(0.02)
 
 
 def kv_file(worker):

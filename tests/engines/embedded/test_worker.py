@@ -6,7 +6,6 @@ import json
 import random
 import signal
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from workers import HTTP, running
 from coterie.engines.embedded.kv import PREFIX, KvFile
 from coterie.shm import FOLDER
 from coterie.wire import OUTPUT_IDS_KEY, OUTPUT_KEY, PROMPT_KEY, count_ids, decode_counts, read_routed_experts
+from waiting import wait_until
 
 RNG = np.random.default_rng(7)
 
@@ -58,14 +58,6 @@ def decode(cluster, request):
 
 def tokens_of(reply):
     return reply["choices"][0]["token_ids"]
-
-
-def wait_until(condition, what):
-    deadline_s, pause_s = time.monotonic() + 20, 0.02
-    while not condition():
-        assert time.monotonic() < deadline_s, f"waited 20 s for {what}"
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, 0.5)  # to look costs both sides some milliseconds
 
 
 # --- the handoff ---------------------------------------------------------------------------------------
