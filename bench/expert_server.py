@@ -4,12 +4,13 @@
     python3 bench/expert_server.py [MODEL] [--kernel NAME] [--awake] [--json]
 
 MODEL is a checkpoint's folder; without one, random experts are written: one layer, hidden size 512, 64 experts of size
-256, top-8.  Calls and local computations take turns, so that both meet the same machine; "above kernel" is the
-difference of the medians, "computing" the mean of what the server says that its batches took.  "Call" is the transport
-alone, "client call" a call of `RemoteExperts`, as an engine makes it; "waking" is what two bare doorbells take where
-either side is busy as long in turn, so what of a call is the machine's own.  `--awake` (for root) keeps idle cores from
-sleeping.  For merging, two client processes ask at full rate, each for layer after layer.  Run it on a quiet machine;
-for vLLM's kernel, with the Python of the environment that has vLLM.
+256, top-8.  "Call" is the transport alone, "client call" a call of `RemoteExperts`, as an engine makes it.  Calls and
+local computations take turns, so that both meet the same machine: "above kernel" is the difference of the medians.
+"Above computing" is that of the means of calls and of what the server says that their batches took: where weights fill
+no cache, equal kernels of two processes differ by tenths, depending on where in memory their weights are.  "Waking" is
+what two bare doorbells take where either side is busy as long in turn, so what of a call is the machine's own;
+`--awake` (for root) keeps idle cores from sleeping.  For merging, two client processes ask at full rate, each for layer
+after layer.  Run it on a quiet machine; for vLLM's kernel, with the Python of the environment that has vLLM.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import time
 import typing
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -138,7 +140,7 @@ class Turns:
     """The kernel here, a call by the transport alone, and one of `RemoteExperts`, with the same requests."""
 
     def __init__(self, model: Path, name: KernelName, config: dict[str, Any]) -> None:
-        files, self._kernel, self._config = ExpertFiles.open(model), make_kernel(name), config
+        files, self._kernel, self.config = ExpertFiles.open(model), make_kernel(name), config
         geometry = files.model.geometry
         held = parse_experts(f"0:0-{geometry.experts - 1}", geometry)
         self._layer = load_experts(files, held, self._kernel, since=config["since"]).layers[0]
@@ -158,15 +160,11 @@ class Turns:
         """As an engine calls."""
         return self._remote.compute(0, one.hidden, one.ids, one.weights, time.monotonic() + 10)
 
-    def take(self, rng: np.random.Generator, tokens: int) -> list[float]:
-        """For either call: seconds of the kernel, of the call, and of CPU here in the call."""
-        found: list[float] = []
-        for way in (self.call, self.client_call):  # a request each, or the second would find weights in the cache
-            one = random_request(rng, self._config, tokens, 0)
-            (kernel_s, _, sums), (call_s, call_cpu_s, got) = timed(self.kernel, one), timed(way, one)
-            assert np.array_equal(got, sums)
-            found += kernel_s, call_s, call_cpu_s
-        return found
+    def take(self, way: Callable[[Request], Any], one: Request) -> tuple[float, float, float]:
+        """Seconds of the kernel, of a call, and of CPU here in the call."""
+        (kernel_s, _, sums), (call_s, call_cpu_s, got) = timed(self.kernel, one), timed(way, one)
+        assert np.array_equal(got, sums)
+        return kernel_s, call_s, call_cpu_s
 
     def close(self) -> None:
         """Leave the server."""
@@ -174,28 +172,30 @@ class Turns:
         self._remote.close()
 
 
-def measure_calls(turns: Turns, url: str, server: int, tokens: int) -> dict[str, float]:
-    rng = np.random.default_rng(tokens)
-    for _ in range(WARM_UP):
-        turns.take(rng, tokens)
-    before_cpu, before = cpu_s(server), httpx.get(f"{url}/load").json()["busy_s"]
-    times = np.array([turns.take(rng, tokens) for _ in range(CALLS)]) * 1e6
-    busy, cpu = httpx.get(f"{url}/load").json()["busy_s"] - before, cpu_s(server) - before_cpu
-    kernel_us = float(np.median(times[:, [0, 3]]))
-    call_us, client_us = np.median(times[:, [1, 4]], axis=0).tolist()
+def measure_calls(turns: Turns, url: str, server: int, tokens: int, way: str) -> dict[str, Any]:
+    rng, call = np.random.default_rng(tokens), {"call": turns.call, "client call": turns.client_call}[way]
+    times: list[tuple[float, float, float]] = []
+    for turn in range(WARM_UP + CALLS):
+        if turn == WARM_UP:
+            times, before_cpu, before = [], cpu_s(server), httpx.get(f"{url}/load").json()["busy_s"]
+        times.append(turns.take(call, random_request(rng, turns.config, tokens, 0)))
+    computing_us = (httpx.get(f"{url}/load").json()["busy_s"] - before) / CALLS * 1e6
+    server_us = (cpu_s(server) - before_cpu) / CALLS * 1e6
+    kernel_us, call_us, _ = np.median(times, axis=0) * 1e6
+    _, mean_us, cpu_us = np.mean(times, axis=0) * 1e6
     return {
         "tokens": tokens,
+        "way": way,
+        "p50 us": call_us,
+        "p99 us": np.percentile(times, 99, axis=0)[1] * 1e6,
         "kernel us": kernel_us,
-        "call us": call_us,
         "above kernel us": call_us - kernel_us,
-        "client call us": client_us,
-        "client above kernel us": client_us - kernel_us,
+        "mean us": mean_us,
+        "computing us": computing_us,
+        "above computing us": mean_us - computing_us,
         "waking us": measure_waking(kernel_us / 1e6),
-        "call p99 us": float(np.percentile(times[:, 1], 99)),
-        "computing us": busy / CALLS / 2 * 1e6,
-        "call CPU us": float(times[:, 2].mean()),
-        "client call CPU us": float(times[:, 5].mean()),
-        "server CPU us": cpu / CALLS / 2 * 1e6,
+        "client CPU us": cpu_us,
+        "server CPU us": server_us,
     }
 
 
@@ -274,14 +274,14 @@ def main() -> None:
         with serving(model, arguments.kernel) as (url, process):
             config = httpx.get(f"{url}/config").json()
             with closing(Turns(model, arguments.kernel, config)) as turns:
-                calls = [measure_calls(turns, url, process, tokens) for tokens in TOKENS]
+                calls = [measure_calls(turns, url, process, *what) for what in product(TOKENS, ("call", "client call"))]
             results = {"kernel": config["kernel"], "calls": calls, "merging": measure_merging(url, config)}
     if arguments.json:
         print(json.dumps(results, indent=2))
         return
     print(f"kernel {results['kernel']}")
     for row in [*results["calls"], results["merging"]]:
-        print("  ".join(f"{name} {value:.4g}" for name, value in row.items()))
+        print("  ".join(f"{name} {value if isinstance(value, str) else f'{value:.4g}'}" for name, value in row.items()))
 
 
 if __name__ == "__main__":
