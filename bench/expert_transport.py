@@ -1,18 +1,20 @@
 #!/usr/bin/env python3
-"""Round trips to an expert server that computes nothing, with all copies: shared memory, TCP, ZeroMQ and gRPC.
+"""Round trips to an expert server that computes nothing, with all copies: shared memory, TCP, NIXL, ZeroMQ and gRPC.
 
     python3 bench/expert_transport.py [--json]
 
-Needs pyzmq, for the comparison; gRPC's rows come where grpcio is installed.  Their servers do no more than copy: they
-check nothing, and merge nothing.  One token of the size that is named goes there, and as much comes back; ids and
-router weights go, too.  "doorbell" is two processes that ring for one another, without any payload: what waking costs
-here.
-CPU is that of a call, at either side; idle CPU is the server's while nobody calls.  Run it on a quiet machine.
+Needs pyzmq, for the comparison; gRPC's rows come where grpcio is installed, and NIXL's where nixl is, over what UCX has
+on one host: `make vllm-env` has both.  The servers of ZeroMQ and gRPC do no more than copy: they check nothing, and
+merge nothing.  One token of the size that is named goes there, and as much comes back; ids and router weights go, too.
+"doorbell" is two processes that ring for one another, without any payload: what waking costs here.
+CPU is that of a call, at either side; idle CPU is the server's while nobody calls, with NIXL while a client has a slot.
+Run it on a quiet machine.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import mmap
 import multiprocessing
@@ -20,6 +22,7 @@ import os
 import secrets
 import socket
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -28,16 +31,28 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 import zmq
+from starlette.applications import Starlette
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import Route
 
 from coterie.experts.protocol import Dtype, Reply, Request, SlotShape, Status
-from coterie.experts.transport import Intake, SharedClient, SharedServer
+from coterie.experts.server.nixl_slots import slot_for
+from coterie.experts.transport import Intake, SharedClient, SharedServer, nixl
 from coterie.experts.transport.doorbell import Doorbell
+from coterie.experts.transport.nixl import NixlClient, NixlServer, handshake
 from coterie.experts.transport.tcp import TcpClient, TcpServer
 from coterie.experts.transport.words import Words
+from coterie.http_server import listen, serving_app, url_of
 
+NETWORKS = {"shared memory": "posix,sysv,cma,self,tcp", "TCP": "tcp"}  # that UCX may use
 SIZES = {"4 KiB": 1024, "64 KiB": 16384}  # float32 of one token
 CALLS, WARM_UP = 4000, 200
 IDLE_S = 3.0
+
+
+def shape_of(hidden: int) -> SlotShape:
+    return SlotShape(tokens=64, hidden=hidden, top_k=8, layers=1, experts=64)
 
 
 def request(hidden: int) -> Request:
@@ -50,7 +65,7 @@ def echo(requests):
 
 
 def serve_shared(ready: Connection, hidden: int) -> None:
-    server = SharedServer(SlotShape(tokens=64, hidden=hidden, top_k=8, layers=1, experts=64), slots=2)
+    server = SharedServer(shape_of(hidden), slots=2)
     ready.send(server.path)
     intake = Intake(server)
     while True:
@@ -58,11 +73,30 @@ def serve_shared(ready: Connection, hidden: int) -> None:
 
 
 def serve_tcp(ready: Connection, hidden: int) -> None:
-    shared = SharedServer(SlotShape(tokens=64, hidden=hidden, top_k=8, layers=1, experts=64), slots=2)
+    shared = SharedServer(shape_of(hidden), slots=2)
     token = secrets.token_bytes(16)
     tcp = TcpServer(socket.create_server(("127.0.0.1", 0)), token, shared, slots=2)
     intake = Intake(shared, tcp)
     ready.send((tcp.address, token))
+    while True:
+        intake.step(echo, timeout_s=1)
+
+
+def serve_nixl(ready: Connection, hidden: int) -> None:
+    shared, server = SharedServer(shape_of(hidden), slots=2), secrets.token_hex(16)
+    inlet, over = NixlServer(server, shared, slots=2), asyncio.Event()
+
+    async def slot(request: HttpRequest) -> Response:
+        return slot_for(inlet, server, request.query_params.get("server"), over)
+
+    async def answer() -> None:
+        with listen("127.0.0.1", 0, "port") as listener:
+            async with serving_app(Starlette(routes=[Route(handshake.PATH, slot)]), listener, grace_s=0):
+                ready.send((url_of(listener), server))
+                await over.wait()
+
+    threading.Thread(target=asyncio.run, args=(answer(),), daemon=True).start()
+    intake = Intake(shared, inlet)
     while True:
         intake.step(echo, timeout_s=1)
 
@@ -160,6 +194,16 @@ def measure_tcp(hidden: int) -> dict[str, float]:
         return result | {"idle server CPU %": idle_percent(process.pid)}
 
 
+def measure_nixl(hidden: int, networks: str) -> dict[str, float]:
+    os.environ["UCX_TLS"] = networks
+    with serving(serve_nixl, hidden, start="spawn") as ((url, server), process):
+        client, sent = NixlClient(url, server, "bench"), request(hidden)
+        result = time_calls(lambda: client.call(sent, timeout_s=1), process.pid)
+        result["idle server CPU %"] = idle_percent(process.pid)
+        client.close()
+        return result
+
+
 def measure_grpc(hidden: int) -> dict[str, float]:
     import grpc
 
@@ -214,11 +258,15 @@ def main() -> None:
     with suppress(ModuleNotFoundError):  # last: it must not be loaded in a process that forks
         for name, hidden in SIZES.items():
             results[f"gRPC, {name}"] = measure_grpc(hidden)
+    if nixl.is_installed():
+        for name, hidden in SIZES.items():
+            for way, networks in NETWORKS.items():
+                results[f"NIXL, {way}, {name}"] = measure_nixl(hidden, networks)
     if arguments.json:
         print(json.dumps(results, indent=2))
         return
     for name, values in results.items():
-        print(f"{name:24}", "  ".join(f"{what} {value:8}" for what, value in values.items()))
+        print(f"{name:30}", "  ".join(f"{what} {value:8}" for what, value in values.items()))
 
 
 if __name__ == "__main__":

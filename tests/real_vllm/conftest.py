@@ -37,11 +37,18 @@ def _scratch():
 
 
 @pytest.fixture(scope="session")
-def engine_env() -> Path:
-    """The environment with vLLM and this very plugin; tests fail, and say what to run, where it is missing."""
+def environment() -> Path:
+    """The environment with vLLM; tests fail, and say what to run, where it is missing."""
     env = Path(os.environ.get("COTERIE_VLLM_ENV") or ROOT / ".venv-vllm").absolute()
     if not (env / "bin" / "vllm").exists():
         pytest.fail(f"there is no vLLM in {env}: run `make vllm-env`", pytrace=False)
+    return env
+
+
+@pytest.fixture(scope="session")
+def engine_env(environment) -> Path:
+    """The same with this very plugin."""
+    env = environment
     installed = next(iter(env.glob("lib/python3*/site-packages/coterie")), None)
     if installed is None or not same_source(ROOT / "src" / "coterie", installed):
         pytest.fail(f"{env} holds another plugin than src/: run `make vllm-env`", pytrace=False)
@@ -67,6 +74,19 @@ def engine_python(engine_env):
         return result.stdout
 
     return run
+
+
+@pytest.fixture(scope="session")
+def nixl(environment, tmp_path_factory):
+    """NIXL of the engine's environment, and nothing else of it, for this process and those that it starts."""
+    packages = next(environment.glob("lib/python3*/site-packages"))
+    folder = tmp_path_factory.mktemp("nixl")
+    for path in packages.glob("nixl*"):
+        (folder / path.name).symlink_to(path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(folder))
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]))
+        yield
 
 
 @pytest.fixture(scope="session")

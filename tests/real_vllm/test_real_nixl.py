@@ -28,22 +28,10 @@ from running_monitor import until
 
 SHAPE = SlotShape(tokens=4, hidden=8, top_k=2, layers=2, experts=4)
 LARGE = SlotShape(tokens=4096, hidden=1024, top_k=2, layers=2, experts=4)  # 16 MiB
+pytestmark = pytest.mark.usefixtures("nixl")
 DEADLINE_S = 60
 ID = "0123456789abcdef" * 2
 WAYS = {"shm": "posix,sysv,cma,self,tcp", "tcp": "tcp"}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def nixl(engine_env, tmp_path_factory):
-    """NIXL of the engine's environment, and nothing else of it."""
-    packages = next(engine_env.glob("lib/python3*/site-packages"))
-    folder = tmp_path_factory.mktemp("nixl")
-    for path in packages.glob("nixl*"):
-        (folder / path.name).symlink_to(path)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(folder))
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]))
-        yield
 
 
 @pytest.fixture(params=WAYS, autouse=True)

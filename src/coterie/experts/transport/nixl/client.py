@@ -52,6 +52,8 @@ class NixlClient:
         self._hold = Hold(url, server, name)
         self._agent: Agent | None = None
         self._steps: _Steps = self._take_back()
+        self._transfer: Transfer | None = None
+        self._pace = Pace(LONGEST_S, time.monotonic())
         invitation = self._hold.invitation
         self.shape, self._sequence = invitation.shape, invitation.sequence
         try:
@@ -61,7 +63,6 @@ class NixlClient:
         except BaseException:
             self.close()
             raise
-        self._transfer: Transfer | None = None
         self._wanted = self._posted = 0
         self._reply: Reply | None = None
         self._problem: Exception | None = None
@@ -79,6 +80,7 @@ class NixlClient:
         assert not self._wanted, "the last request was neither taken nor withdrawn"
         self.shape.check_request(request)
         self._sequence = self._wanted = self._sequence + 1
+        self._pace.reset(time.monotonic())
         self._go_on_with(self._exchange(self._sequence, request))
         return _NixlPending(self, self._sequence, self._name)
 
@@ -90,6 +92,7 @@ class NixlClient:
         """Leave the slot to others."""
         self._unsent.discard(self)
         self._steps.close()
+        self._transfer, self._wanted = None, 0
         agent, self._agent = self._agent, None
         if agent is not None:
             agent.close()
@@ -97,8 +100,7 @@ class NixlClient:
 
     def look(self, until_s: float) -> Reply | None:
         """The reply to the last request, if it comes by then; see `Pending.look`."""
-        now_s = time.monotonic()
-        pace, check_s = Pace(LONGEST_S, now_s), now_s
+        check_s = time.monotonic()
         while True:
             for client in (*self._unsent, self):
                 client.go_on()
@@ -113,7 +115,7 @@ class NixlClient:
             if now_s >= check_s:
                 self._check()
                 check_s = now_s + CHECK_S
-            time.sleep(min(pace.sleep_s(now_s), until_s - now_s))
+            time.sleep(min(self._pace.sleep_s(now_s), until_s - now_s))
 
     def withdraw(self, sequence: int) -> None:
         """Want no reply to this request any more, if it is still wanted."""
@@ -175,14 +177,13 @@ class NixlClient:
 
     def _warm_up(self, deadline_s: float) -> None:
         """Have the agents connect, which they do at the first transfer: write a state, and read it again."""
-        pace = Pace(LONGEST_S, time.monotonic())
         for transfer in (self._slot.store(State.FREE, self._sequence), self._slot.load):
             transfer.start()
             while not transfer.is_done():
                 now_s = time.monotonic()
                 if now_s >= deadline_s:
                     raise EngineError(f"expert server {self._name} cannot be reached by NIXL in {CONNECT_S} s")
-                time.sleep(pace.sleep_s(now_s))
+                time.sleep(self._pace.sleep_s(now_s))
         if self._slot.loaded() != state_word(State.FREE, self._sequence):
             raise WireError(f"expert server {self._name}: what is written by NIXL is not what is read")
 
@@ -194,7 +195,7 @@ class NixlClient:
 
     def _fail(self, problem: Exception) -> None:
         """The slot is of no use any more."""
-        self._problem, self._wanted = problem, 0
+        self._problem = problem
         self.close()
 
 
