@@ -112,7 +112,7 @@ def test_what_a_server_has_done_is_shown_where_it_ran_and_at_the_monitor(pool):
     before = pool.high.get("/load").json()
     client = SharedClient(pool.high.shared)
     pending = client.post(random_request(0, 1))
-    struct.pack_into("<I", client._slot._bytes, 64 + 24, 9)  # a layer that the model does not have
+    struct.pack_into("<I", client._slot._memory, 64 + 24, 9)  # a layer that the model does not have
     assert pending.wait(time.monotonic() + DEADLINE_S).status in (Status.MALFORMED, Status.STALE, Status.ABSENT)
     client.close()
     request = random_request(3, 5, (6, 7), epoch=pool.high.config["since"], layer=1)

@@ -146,11 +146,11 @@ def test_a_request_that_was_withdrawn_while_it_was_read_is_none(server, monkeypa
 
 
 def bad_layer(slot):
-    struct.pack_into("<I", slot._bytes, 64 + 24, 9)
+    struct.pack_into("<I", slot._memory, 64 + 24, 9)
 
 
 def bad_number(slot):
-    struct.pack_into("<Q", slot._bytes, 64, 77)
+    struct.pack_into("<Q", slot._memory, 64, 77)
 
 
 @pytest.mark.parametrize("damage", [bad_layer, bad_number])

@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from coterie.experts.protocol import Reply, Request, SlotShape, Word, rules
+from coterie.experts.protocol import Reply, SlotShape, Word, rules
 from coterie.experts.protocol.layout import DOORBELL, SlotMemory
 from coterie.experts.transport.doorbell import Doorbell
 from coterie.experts.transport.inlet import Ready
@@ -19,13 +19,12 @@ _PAGE = 4096
 _READY = int(rules.State.READY)  # compared with each slot's at every look
 
 
-class MappedSlot:
+class MappedSlot(SlotMemory):
     """A slot in mapped memory; see `protocol.Slot`."""
 
     def __init__(self, words: Words, memory: mmap.mmap, shape: SlotShape, offset: int) -> None:
+        super().__init__(shape, memoryview(memory)[offset : offset + shape.size])
         self._words, self._offset = words, offset
-        self._bytes = memoryview(memory)[offset : offset + shape.size]
-        self._memory = SlotMemory(shape, self._bytes)
         self.bell = Doorbell(words, offset + DOORBELL)
 
     def load(self, word: Word) -> int:
@@ -35,22 +34,6 @@ class MappedSlot:
     def swap(self, word: Word, expected: int, new: int) -> bool:
         """See `protocol.Slot`."""
         return self._words.swap(self._offset + word, expected, new)
-
-    def write_request(self, sequence: int, request: Request) -> None:
-        """See `protocol.Slot`."""
-        self._memory.write_request(sequence, request)
-
-    def read_request(self) -> tuple[int, Request]:
-        """See `protocol.Slot`."""
-        return self._memory.read_request()
-
-    def write_reply(self, sequence: int, reply: Reply) -> None:
-        """See `protocol.Slot`."""
-        self._memory.write_reply(sequence, reply)
-
-    def read_reply(self) -> tuple[int, Reply]:
-        """See `protocol.Slot`."""
-        return self._memory.read_reply()
 
 
 class SlotTable:
