@@ -16,6 +16,7 @@ from coterie.experts.members import placed_experts
 from coterie.experts.protocol import Dtype, Request, Status, from_float32, to_float32
 from coterie.experts.server import ExpertServer, ModelingKernel, check_held, load_experts, parse_experts
 from coterie.experts.server.batches import merge
+from coterie.experts.server.holdings import HeldLayer
 from coterie.experts.server.kernels import make_kernel
 from coterie.modeling import prepare
 from coterie.modeling.expert_tensors import ExpertFiles
@@ -134,6 +135,14 @@ def test_a_request_for_an_expert_elsewhere_is_refused_and_others_beside_it_are_c
     assert [reply.epoch for reply in replies] == [7, 7]
     server.tally()
     assert server.usage.requests == {Status.COMPUTED: 1, Status.STALE: 0, Status.ABSENT: 1, Status.MALFORMED: 0}
+
+
+@given(held=st.sets(st.integers(0, 4), min_size=1), ids=st.lists(st.integers(-1, 4), min_size=1, max_size=9))
+def test_a_layer_lacks_what_is_asked_for_and_not_held(held, ids):
+    places = np.full(6, -1, np.int64)  # of 5 experts, and of -1
+    places[sorted(held)] = np.arange(len(held))
+    layer = HeldLayer(tuple(sorted(held)), places, None)
+    assert layer.lacks(np.array([ids], np.int32)) == (not {expert for expert in ids if expert >= 0} <= held)
 
 
 def test_a_layer_of_which_a_server_has_nothing_is_absent(checkpoint):

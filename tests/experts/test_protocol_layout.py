@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coterie.errors import InputError, WireError
-from coterie.experts.protocol import Dtype, Reply, SlotShape, Status
+from coterie.experts.protocol import Dtype, Reply, SlotShape, Status, least_and_most
 from coterie.experts.protocol.layout import SlotMemory
 from slot_requests import request_for
 
@@ -127,6 +127,12 @@ def test_any_bytes_are_read_or_refused(header):
     for read in (slot.read_request, slot.read_reply):
         with contextlib.suppress(WireError):
             read()
+
+
+@given(st.lists(st.integers(-5, 99), max_size=80))
+def test_the_least_and_the_largest_id_are_found_however_many_there_are(ids):
+    expected = (min(ids), max(ids)) if ids else (-1, -1)
+    assert least_and_most(np.array(ids, np.int32).reshape(1, -1)) == expected
 
 
 def test_a_shape_out_of_range_is_refused():
