@@ -34,6 +34,7 @@ def enter(name: str) -> None:
     _call("unshare", _CLONE_NEWNS)
     _call("mount", None, b"/", None, _MS_REC | _MS_PRIVATE, None)
     _call("mount", b"none", FOLDER.encode(), b"tmpfs", 0, None)
+    _call("mount", b"none", b"/sys", b"sysfs", 0, None)  # which shows the network's devices
 
 
 class Host:

@@ -5,8 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
 
@@ -16,11 +20,13 @@ from coterie.experts.client.model_experts import ExpertsConfig, remote_experts
 from coterie.experts.transport.nixl import NixlClient
 from coterie.modeling.expert_tensors import read_expert_model
 from expert_processes import expert_server
+from network_hosts import two_hosts
 from running_monitor import running_monitor, until
 from tiny_checkpoints import write_checkpoint
 
 pytestmark = pytest.mark.usefixtures("nixl", "elsewhere")
 DEADLINE_S = 60
+TESTS, INSIDE = Path(__file__).parents[1], Path(__file__).parent / "inside"
 
 
 @pytest.fixture(scope="module")
@@ -130,3 +136,39 @@ def test_who_has_no_nixl_takes_tcp_or_is_told_what_to_do(checkpoint, monkeypatch
 def test_a_server_without_nixl_gives_no_slot(checkpoint):
     with expert_server(checkpoint) as server, pytest.raises(EngineError, match="start it with --nixl"):
         NixlClient(server.url, server.config["id"], "x")
+
+
+@pytest.fixture
+def hosts():
+    """Two, and a link between them."""
+    with contextlib.ExitStack() as stack:
+        try:
+            pair = stack.enter_context(two_hosts())
+        except PermissionError as error:
+            pytest.skip(f"needs network namespaces: {error}")
+        yield pair
+
+
+def test_both_sides_see_that_a_link_between_hosts_is_cut_and_meet_again_when_it_is_back(checkpoint, hosts, monkeypatch):
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    here, there = hosts
+    enter = f"import sys; sys.path.append({str(TESTS)!r}); import network_hosts; network_hosts.enter({there.name!r})"
+
+    def get(path):
+        return there.call(httpx.get, server.url + path, trust_env=False).json()
+
+    def call():
+        print(file=client.stdin, flush=True)
+        return client.stdout.readline()
+
+    with expert_server(checkpoint, "--host", there.address, "--nixl", prelude=enter) as server:
+        command = [sys.executable, INSIDE / "nixl_client.py", here.name, server.url, get("/config")["id"], "x"]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as client:
+            sums = call()
+            assert get("/load")["requests"]["computed"] == get("/load")["clients"] == 1
+            there.set_link("down")
+            assert "connection lost" in call()
+            until(lambda: get("/load")["clients"] == 0)
+            there.set_link("up")
+            assert call() == sums
+            client.stdin.close()

@@ -12,6 +12,7 @@ import logging
 import mmap
 import os
 import sys
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
@@ -69,6 +70,8 @@ class Agent:
             raise UnsupportedError(f"NIXL has no plugin for {_BACKEND} here; install its wheel anew")
         self._registered: list[Any] = []
         self._transfers: list[Transfer] = []
+        # also where nobody closes it: Python may drop the parts in an order that NIXL does not survive
+        self._end = weakref.finalize(self, _end, self._nixl, self._transfers, self._registered)
 
     def register(self, region: Region) -> None:
         """Have others, or this agent's own transfers, reach a region.
@@ -127,15 +130,9 @@ class Agent:
         self._nixl.get_new_notifs()
 
     def close(self) -> None:
-        """End all transfers; afterwards nothing writes to the registered memory any more.
-
-        It must be called: left to Python, the parts may go in an order that NIXL does not survive.
-        """
-        for transfer in self._transfers:
-            transfer.end()
-        for descriptors in self._registered:
-            self._nixl.deregister_memory(descriptors)
-        del self._nixl, self._registered, self._transfers
+        """End all transfers; afterwards nothing writes to the registered memory any more."""
+        del self._nixl
+        self._end()
 
 
 class Transfer:
@@ -179,6 +176,13 @@ class Transfer:
         if state == "ERR":
             raise ConnectionError("the transfer failed")
         self._under_way = state != "DONE"
+
+
+def _end(nixl: Any, transfers: list[Transfer], registered: list[Any]) -> None:
+    for transfer in transfers:
+        transfer.end()
+    for descriptors in registered:
+        nixl.deregister_memory(descriptors)
 
 
 def is_installed() -> bool:
