@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from types import SimpleNamespace
 
 from coterie.experts.client import RoutingTable, Server
@@ -23,7 +24,7 @@ class FixedDirectory:
         return self._table
 
     def await_newer(self, table, until_s):
-        pass
+        time.sleep(max(0.0, until_s - time.monotonic()))
 
     def doubt(self, server, *, gone):
         pass

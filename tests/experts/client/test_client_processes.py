@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import os
@@ -31,6 +32,7 @@ from coterie.experts.client import (
     model_experts,
 )
 from coterie.experts.client.connections import Connector
+from coterie.experts.client.exchange import LOOK_S
 from coterie.experts.client.model_experts import ExpertsConfig, remote_experts
 from coterie.experts.monitor.calls import ask
 from coterie.experts.monitor.messages import Status
@@ -192,6 +194,32 @@ def test_a_server_that_has_no_slot_but_those_that_the_client_uses_is_not_doubted
         for one in started:
             np.testing.assert_array_equal(one.finish(time.monotonic() + 20), expected)
     assert doubts == []
+
+
+@pytest.mark.slow  # as above
+@pytest.mark.usefixtures("transport")
+def test_calls_that_share_the_only_slot_are_computed_whichever_has_it(model, a, free, monkeypatch):
+    expected = undisturbed(model, directory_of(model, a=a))
+    first = itertools.count()
+    monkeypatch.setattr(
+        connections, "ask", lambda *args, **named: (next(first) or time.sleep(0.2), ask(*args, **named))[1]
+    )
+    with client(model, directory_of(model, late=free), reply_s=60) as remote:
+        started = [remote.start(0, *inputs(model)) for _ in range(2)]  # by TCP, the second one is connected first
+        for one in started:
+            np.testing.assert_array_equal(one.finish(time.monotonic() + 20), expected)
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_the_last_owner_is_not_asked_without_pause_where_nobody_answers(model, monkeypatch):
+    everything = [range(model.geometry.experts)] * model.geometry.layers
+    nobody = {Server("x", "nowhere", "http://127.0.0.1:1"): everything}
+    asked = []
+    monkeypatch.setattr(connections, "ask", lambda *args, **named: (asked.append(args), ask(*args, **named))[1])
+    directory = FixedDirectory(RoutingTable.of(model.geometry, nobody, epoch=0, tokens=64))
+    with client(model, directory) as remote, pytest.raises(EngineError, match=r"x \(lost: .* cannot be reached"):
+        remote.compute(0, *inputs(model), time.monotonic() + 0.5)
+    assert 2 <= len(asked) <= 0.5 / LOOK_S + 3  # a probe among them
 
 
 @pytest.mark.parametrize("tokens", [1, 40, 300])

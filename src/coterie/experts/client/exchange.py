@@ -49,6 +49,7 @@ class Exchange:
         self._probes = Probes(links, self._servers, hidden)
         self._table = directory.table()
         self._me = own_identity()
+        self._turned_away = False  # while waiting: some part is best sent again only after a while
         self._started: set[Call] = set()  # and are still wanted
 
     def connect(self, deadline_s: float) -> None:
@@ -141,13 +142,14 @@ class Exchange:
     # --- hearing ------------------------------------------------------------------------------------
 
     def _wait(self, call: Call, until_s: float) -> None:
-        """Hear what comes by then; parts that nobody can be asked for wait for a newer table."""
-        if not call.flying:
+        """Hear what comes by then; parts that nobody can be asked for wait for a newer table, or a slot."""
+        self._turned_away, hear_until_s = not call.flying, until_s
+        for flight in tuple(call.flying):
+            if not self._hear(call, flight, hear_until_s) or call.unsent:
+                hear_until_s = 0.0  # of the others, take what is there: it was long, or there is something to send
+        if self._turned_away:
             self._directory.await_newer(self._table, until_s)
             self._hear_others(call)
-        for flight in tuple(call.flying):
-            if not self._hear(call, flight, until_s) or call.unsent:
-                until_s = 0.0  # of the others, take what is there already: it was long, or there is something to send
         if not call.is_done:
             self._lose_patience(call)
             self._probe()
@@ -166,11 +168,17 @@ class Exchange:
                 return False
             self._take(call, flight, reply)
         except (EngineError, WireError) as error:
-            call.returned(flight, str(error))
-            self._servers.ended(flight.server, flight.part.pairs)
-            flight.link.close()
-            self._unreached(flight.server, error)
+            self._fail(call, flight, error)
         return True
+
+    def _fail(self, call: Call, flight: Flight, problem: Exception) -> None:
+        """A server did not compute a part, or there is no connection to it."""
+        call.returned(flight, str(problem))
+        self._servers.ended(flight.server, flight.part.pairs)
+        flight.link.close()
+        ask_at_once = self._unreached(flight.server, problem)
+        if not ask_at_once and (isinstance(problem, FullError) or not self._others_can(call.layer, flight)):
+            self._turned_away = True
 
     def _take(self, call: Call, flight: Flight, reply: Reply) -> None:
         """A reply came."""
