@@ -26,7 +26,7 @@ def test_whatever_happens_each_request_gets_its_reply_or_fails_and_no_slot_leaks
     assert Explorer(setting).explore() > 100
 
 
-# A client that reaches its slot by NIXL can read and store, but not swap; the server sweeps when its connection ends.
+# A client that reaches its slot by NIXL can read and store, but not swap; the server withdraws and releases.
 
 
 def post_by_a_store(slot, request):
@@ -49,7 +49,8 @@ def withdraw_by_a_store(slot, sequence):
 
 
 def release_by_the_server(slot, owner):
-    rules.sweep(slot, owner, lambda _: False)
+    rules.withdraw(slot, rules.sequence_of(slot.load(Word.STATE)))
+    rules.release(slot, owner)
 
 
 BY_NIXL = Rules(

@@ -372,6 +372,33 @@ def test_who_writes_nonsense_gets_a_refusal_and_others_are_served(busy, data, ca
         client.close()
 
 
+def test_who_writes_over_all_of_its_slot_harms_none_of_its_next_clients(busy):
+    vandal = busy.client()
+    write(vandal, b"\xff" * SHAPE.size, start=0)
+    vandal._slot._memory[:24] = b"\xff" * 24
+    store = vandal._slot.transfer("WRITE", [(0, 24)])
+    store.start()
+    until(store.is_done)
+    assert busy.intake.clients == 1
+    vandal.close()
+    until(lambda: not busy.intake.clients)
+    clients = [busy.client() for _ in range(2)]
+    assert [client.call(request(3), DEADLINE_S).sums.max() for client in clients] == [6, 6]
+    assert busy.intake.clients == 2
+    for client in clients:
+        client.close()
+
+
+def test_a_server_that_can_look_at_its_slots_no_more_says_so(idle):
+    def fail():
+        raise OSError("no network")
+
+    idle.nixl._agent.progress = fail
+    idle.nixl.claim(time.monotonic())  # so that it looks
+    with pytest.raises(EngineError, match=r"looks at its slots for NIXL no more: OSError\('no network'\)"):
+        until(lambda: idle.intake.step(doubled, 1))
+
+
 def test_a_reply_that_names_another_request_is_not_taken(idle):
     client = idle.client()
     pending = client.post(request())

@@ -12,7 +12,6 @@ import numpy as np
 from coterie.errors import EngineError
 from coterie.experts.protocol import Word, rules
 from coterie.experts.protocol.rules import State
-from coterie.experts.transport.identity import own_identity
 from coterie.experts.transport.inlet import Ready
 from coterie.experts.transport.nixl.agent import Agent, Region
 from coterie.experts.transport.nixl.handshake import Invitation
@@ -25,6 +24,8 @@ REST_S = 5.0
 """How long a slot that a client left is given to nobody: what that client had written may still be on its way."""
 LONGEST_S = 0.002
 """The longest sleep between two looks while clients have slots; without any, the thread sleeps until one has."""
+
+_NUMBERS = 1 << 48  # of requests in a slot; what was written there may be larger, and leave no room to count on
 
 
 class NixlServer:
@@ -40,7 +41,7 @@ class NixlServer:
     """
 
     def __init__(self, server: str, shared: SharedServer, slots: int) -> None:
-        self._server, self._ring, self._me = server, shared.ring, own_identity()
+        self._server, self._ring, self._count = server, shared.ring, slots
         self._agent = Agent(server)
         self._memory = mmap.mmap(-1, slots * slot_stride(shared.shape))
         self._slots = SlotTable(Words(self._memory), self._memory, shared.shape, slots)
@@ -54,8 +55,8 @@ class NixlServer:
 
     @property
     def clients(self) -> int:
-        """See `Inlet`."""
-        return self._slots.clients
+        """See `Inlet`.  Owners' words in the slots say nothing here: clients could write there what they like."""
+        return self._count - len(self._free)
 
     @property
     def waiting(self) -> int:
@@ -71,20 +72,19 @@ class NixlServer:
         if not self._free or now_s - self._free[0][1] < REST_S:
             return None
         place, _ = self._free.popleft()
-        claimed = rules.claim(self._slots[place], self._me)
-        assert claimed, "a slot that is free has an owner"
         self._taken.set()
         return place
 
     def invite(self, place: int) -> Invitation:
         """What the client needs to use its slot."""
-        sequence = rules.sequence_of(self._slots[place].load(Word.STATE))
+        sequence = rules.sequence_of(self._slots[place].load(Word.STATE)) % _NUMBERS
         metadata, address = self._invitations[place], self._regions[place].address
         return Invitation(self._server, metadata, address, sequence, self._slots.shape)
 
     def release(self, place: int, now_s: float) -> None:
         """Free a slot whose client has gone."""
-        rules.sweep(self._slots[place], self._me, lambda _: False)
+        slot = self._slots[place]
+        rules.withdraw(slot, rules.sequence_of(slot.load(Word.STATE)))
         self._free.append((place, now_s))
         if not self.clients:
             self._taken.clear()
