@@ -83,7 +83,10 @@ class Checkpoint:
         return beyond or name.endswith("rotary_emb.inv_freq") or (self.config.tied and name == "lm_head.weight")
 
     def fingerprint(self) -> str:
-        """Identity of the files: configuration, and each file's name, size, time of change and header."""
+        """Identity of these very files: configuration, and each file's name, size, time of change and header.
+
+        A copy has another one; what experts are known by on all hosts is `ExpertFiles.fingerprint`.
+        """
         digest = hashlib.sha256((self.folder / "config.json").read_bytes())
         for file in sorted(set(self._files.values()), key=lambda file: file.path):
             status = file.path.stat()

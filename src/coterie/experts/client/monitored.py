@@ -73,7 +73,9 @@ class MonitoredDirectory:
             if not _fits(member, self._geometry, self._fingerprint) and member.server.id not in self._now[0].members:
                 _log.error(
                     "expert server %s is of another model: it serves %s, this client's has the fingerprint %s",
-                    *(member.server.name, member.server.serves, self._fingerprint[:SHORT]),
+                    member.server.name,
+                    member.server.serves,
+                    self._fingerprint[:SHORT],
                 )
         self._now = view, routing_table(view, self._geometry, self._fingerprint, tokens=self.table().tokens)
 
