@@ -53,8 +53,7 @@ def _check_range(name: str, value: object, most: int) -> None:
         raise InputError(f"model geometry: {name} must be a whole number from 1 to {most}, got {value!r}")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ExpertCounts:
+class ExpertCounts(msgspec.Struct, frozen=True, eq=False):
     """Which experts the tokens of one text chose.
 
     Attributes:

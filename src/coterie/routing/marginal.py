@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+import msgspec
 import numpy as np
 
 from coterie.core import Decision, ExpertCounts, ModelGeometry, RouteRequest, Served, WorkerState
@@ -99,8 +99,8 @@ class Marginal:
         return Decision(
             workers[best].name,
             "marginal cost",
-            scores=tuple((worker.name, -cost) for worker, cost in zip(workers, costs, strict=True)),
-            candidates=tuple(workers[k].name for k in eligible),
+            scores=tuple([(worker.name, -cost) for worker, cost in zip(workers, costs, strict=True)]),
+            candidates=tuple([workers[k].name for k in eligible]),
         )
 
     def leased(self, lease: Lease, now_s: float) -> None:
@@ -126,8 +126,7 @@ class Marginal:
         """See `Background.install`: never called."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Held:
+class _Held(msgspec.Struct, frozen=True, eq=False):
     group: str
     row: Row
     begun: Seen

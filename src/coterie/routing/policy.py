@@ -25,6 +25,8 @@ class Reads(Enum):
     COUNTS = "counts"
     PROMPT_HASH = "prompt_hash"
 
+    __hash__ = object.__hash__  # each is there once; `Enum` hashes its name, in Python
+
 
 class Policy(Protocol):
     """Chooses a worker for a request."""
