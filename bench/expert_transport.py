@@ -40,7 +40,7 @@ from coterie.experts.protocol import Dtype, Reply, Request, SlotShape, Status
 from coterie.experts.server.nixl_slots import slot_for
 from coterie.experts.transport import Intake, SharedClient, SharedServer, nixl
 from coterie.experts.transport.doorbell import Doorbell
-from coterie.experts.transport.nixl import NixlClient, NixlServer, handshake
+from coterie.experts.transport.nixl import Agent, NixlClient, NixlServer, handshake
 from coterie.experts.transport.tcp import TcpClient, TcpServer
 from coterie.experts.transport.words import Words
 from coterie.http_server import listen, serving_app, url_of
@@ -84,7 +84,7 @@ def serve_tcp(ready: Connection, hidden: int) -> None:
 
 def serve_nixl(ready: Connection, hidden: int) -> None:
     shared, server = SharedServer(shape_of(hidden), slots=2), secrets.token_hex(16)
-    inlet, over = NixlServer(server, shared, slots=2), asyncio.Event()
+    inlet, over = NixlServer(Agent(server), shared, slots=2), asyncio.Event()
 
     async def slot(request: HttpRequest) -> Response:
         return slot_for(inlet, server, request.query_params.get("server"), over)

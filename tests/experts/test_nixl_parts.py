@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coterie.errors import UnsupportedError
+from coterie.errors import EngineError, UnsupportedError
+from coterie.experts.client import connections
 from coterie.experts.protocol import Dtype, Reply, Request, SlotShape, Status
 from coterie.experts.protocol.layout import SlotMemory
-from coterie.experts.transport.nixl import agent
+from coterie.experts.server import process
+from coterie.experts.transport.nixl import agent, client
 from coterie.experts.transport.nixl.copy import _coarse
+from coterie.experts.transport.nixl.handshake import Invitation
 from coterie.experts.transport.nixl.pace import SHORTEST_S, Pace
+from tiny_checkpoints import write_checkpoint
 
 SHAPE = SlotShape(tokens=5, hidden=8, top_k=3, layers=2, experts=4)
 
@@ -67,8 +72,30 @@ def test_a_wait_is_an_eighth_longer_than_need_be_at_most(since_s, waited_s):
     assert sleep_s <= max(SHORTEST_S, waited_s / 8 * 1.001)
 
 
-def test_where_there_is_no_nixl_an_agent_says_how_to_get_it(monkeypatch):
+@pytest.fixture
+def no_nixl(monkeypatch):
+    """It cannot be loaded."""
     monkeypatch.setitem(sys.modules, "nixl", None)
     agent._nixl.cache_clear()
+
+
+@pytest.mark.usefixtures("no_nixl")
+def test_where_there_is_no_nixl_a_server_does_not_start_and_says_how_to_get_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(process, "SharedServer", None)  # that nothing is left behind in /dev/shm
+    checkpoint = write_checkpoint(tmp_path, "qwen3_moe")
     with pytest.raises(UnsupportedError, match=r"pip install 'coterie\[nixl\]'"):
-        agent.Agent("x")
+        process.ServerProcess(process.ServeConfig(checkpoint, nixl=True))
+
+
+@pytest.mark.usefixtures("no_nixl")
+def test_a_client_whose_nixl_cannot_be_loaded_says_so_of_the_server(monkeypatch):
+    offer = connections.Offer(id="00" * 16, shared_memory="x", tcp=None, nixl=True)
+    monkeypatch.setattr(connections, "ask", lambda *_, **__: offer)
+    monkeypatch.setattr(connections.nixl, "is_installed", lambda: True)
+    monkeypatch.setattr(client, "Hold", lambda *_: SimpleNamespace(invitation=invitation(), close=lambda: None))
+    with pytest.raises(EngineError, match=r"server a cannot be reached: NIXL cannot be loaded: .*pip install"):
+        connections.Connector("00" * 16)._from_afar(connections.Server("a", "x", "http://127.0.0.1:1"))
+
+
+def invitation():
+    return Invitation("00" * 16, b"", 0, 0, SHAPE)

@@ -22,7 +22,7 @@ from coterie.errors import EngineError, GoneError, InputError, WireError
 from coterie.experts.protocol import Dtype, Reply, Request, SlotShape, State, Status, Word
 from coterie.experts.server.nixl_slots import slot_for
 from coterie.experts.transport import Intake, SharedClient, SharedServer
-from coterie.experts.transport.nixl import NixlClient, NixlServer, handshake, server
+from coterie.experts.transport.nixl import Agent, NixlClient, NixlServer, handshake, server
 from coterie.http_server import listen, serving_app, url_of
 from running_monitor import until
 
@@ -86,7 +86,7 @@ class Serving:
 
     def __init__(self, shape, slots):
         self.shared = SharedServer(shape, slots)
-        self.nixl = NixlServer(ID, self.shared, slots)
+        self.nixl = NixlServer(Agent(ID), self.shared, slots)
         self.intake, self.over, self.ended = Intake(self.shared, self.nixl), Event(), asyncio.Event()
         self.url = ""
 

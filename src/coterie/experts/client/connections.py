@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from coterie.errors import ConfigError, EngineError, GoneError, WireError
+from coterie.errors import ConfigError, EngineError, GoneError, UnsupportedError, WireError
 from coterie.experts.client.links import Link, Pending
 from coterie.experts.client.table import Server
 from coterie.experts.members import SHORT
@@ -78,7 +78,7 @@ class Connector:
         if offer.shared_memory != server.address:
             raise GoneError(f"expert server {server.name} died; another one has its URL")
         if offer.nixl and nixl.is_installed():
-            return self._of_this_model(NixlClient(server.url, offer.id, server.name, self._unsent_nixl), server)
+            return self._of_this_model(self._by_nixl(offer, server), server)
         if offer.tcp is None:
             raise EngineError(f"expert server {server.name} is on another host; {_remedy(offer)}")
         if len(token) != TOKEN_BYTES:
@@ -87,6 +87,12 @@ class Connector:
         if is_any(host):
             host = urlsplit(server.url).hostname or host
         return self._of_this_model(TcpClient((host, offer.tcp.port), token, server.name, self._unsent_tcp), server)
+
+    def _by_nixl(self, offer: Offer, server: Server) -> NixlClient:
+        try:
+            return NixlClient(server.url, offer.id, server.name, self._unsent_nixl)
+        except UnsupportedError as error:
+            raise EngineError(f"expert server {server.name} cannot be reached: {error}") from error
 
     def _of_this_model(self, link: SharedClient | TcpClient | NixlClient, server: Server) -> Link:
         theirs = link.shape.fingerprint.hex()

@@ -29,7 +29,7 @@ from coterie.experts.server.kernels import KernelName, make_kernel
 from coterie.experts.server.paced import PacedKernel
 from coterie.experts.server.server import ExpertServer
 from coterie.experts.transport import Intake, SharedServer
-from coterie.experts.transport.nixl import NixlServer
+from coterie.experts.transport.nixl import Agent, NixlServer
 from coterie.experts.transport.tcp import TcpServer
 from coterie.experts.transport.tcp.streams import notice_loss
 from coterie.http_server import is_any, listen, serving_app, url_of
@@ -125,10 +125,10 @@ class ServerProcess:
         geometry, known_by = self.model.geometry, bytes.fromhex(self.fingerprint)
         sizes = config.max_tokens, self.model.hidden, geometry.top_k, geometry.layers, geometry.experts
         shape = SlotShape(*sizes, fingerprint=known_by)
-        listener = _tcp_listener(config)
+        listener, agent = _tcp_listener(config), Agent(self.id) if config.nixl else None
         self.shared = SharedServer(shape, config.slots)
         self.tcp = TcpServer(listener, bytes.fromhex(self.id), self.shared, config.slots) if listener else None
-        self.nixl = NixlServer(self.id, self.shared, config.slots) if config.nixl else None
+        self.nixl = NixlServer(agent, self.shared, config.slots) if agent else None
         self.intake = Intake(self.shared, *(inlet for inlet in (self.tcp, self.nixl) if inlet))
         self.phase: Phase = "joining"
         self.over = asyncio.Event()

@@ -4,8 +4,8 @@ NIXL (https://github.com/ai-dynamo/nixl) moves memory by UCX: over RDMA where th
 shared memory or TCP.  It is loaded when a server or a client of this kind is made: `pip install 'coterie[nixl]'`.
 """
 
-from coterie.experts.transport.nixl.agent import is_installed
+from coterie.experts.transport.nixl.agent import Agent, is_installed
 from coterie.experts.transport.nixl.client import NixlClient
 from coterie.experts.transport.nixl.server import NixlServer
 
-__all__ = ["NixlClient", "NixlServer", "is_installed"]
+__all__ = ["Agent", "NixlClient", "NixlServer", "is_installed"]

@@ -54,14 +54,17 @@ class Agent:
     """One end of transfers.  For one thread at a time.
 
     Args:
-        name: of the agent, different from all others.
+        name: of it, different from those of all others.
+
+    Attributes:
+        name: see above.
 
     Raises:
         UnsupportedError: NIXL is not installed, or cannot be used here.
     """
 
     def __init__(self, name: str) -> None:
-        nixl = _nixl()
+        self.name, nixl = name, _nixl()
         try:
             self._nixl = nixl.nixl_agent(name, nixl.nixl_agent_config(enable_prog_thread=False, backends=[_BACKEND]))
         except Exception as error:  # NIXL's errors have no base of their own

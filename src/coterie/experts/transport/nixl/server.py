@@ -32,17 +32,16 @@ class NixlServer:
     """One way into an `Intake`.  Clients write to slots and read from them; the server itself sends nothing.
 
     Args:
-        server: id of the server, which clients must name.
+        agent: of the server, whose name is the id that clients must name; it is this object's from now on.
         shared: the slots in shared memory, which those of NIXL are like, and at whose doorbell the server sleeps.
         slots: how many clients by NIXL at a time, one or more.
 
     Raises:
-        UnsupportedError: NIXL is not installed, or cannot be used here.
+        UnsupportedError: memory cannot be registered.
     """
 
-    def __init__(self, server: str, shared: SharedServer, slots: int) -> None:
-        self._server, self._ring, self._count = server, shared.ring, slots
-        self._agent = Agent(server)
+    def __init__(self, agent: Agent, shared: SharedServer, slots: int) -> None:
+        self._agent, self._ring, self._count = agent, shared.ring, slots
         self._memory = mmap.mmap(-1, slots * slot_stride(shared.shape))
         self._slots = SlotTable(Words(self._memory), self._memory, shared.shape, slots)
         self._regions = self._register(slots)
@@ -79,7 +78,7 @@ class NixlServer:
         """What the client needs to use its slot."""
         sequence = rules.sequence_of(self._slots[place].load(Word.STATE)) % _NUMBERS
         metadata, address = self._invitations[place], self._regions[place].address
-        return Invitation(self._server, metadata, address, sequence, self._slots.shape)
+        return Invitation(self._agent.name, metadata, address, sequence, self._slots.shape)
 
     def release(self, place: int, now_s: float) -> None:
         """Free a slot whose client has gone."""
