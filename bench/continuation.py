@@ -14,7 +14,9 @@ import os
 import tempfile
 from pathlib import Path
 
-from gateway import STREAMS, build, command_of, free_ports, measure, show, started, summarise, workers, write_profile
+from processes import free_ports, started
+
+from gateway import STREAMS, build, command_of, measure, show, summarise, workers, write_profile
 
 ON = "coterie round_robin"
 OFF = f"{ON} --no-continue-streams"

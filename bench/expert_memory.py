@@ -9,45 +9,26 @@ Both have answered one long prompt, so that experts that are there are in memory
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import re
-import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
+from processes import coterie
 
 ROOT = Path(__file__).resolve().parent.parent
 PROMPT = [100 + 7 * number % 3000 for number in range(500)]
 FIGURE = re.compile(r"^(Pss|Rss): +(\d+) kB$", re.MULTILINE)
 
 
-@contextlib.contextmanager
-def running(*arguments: str | Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A coterie process that has said its URL."""
-    command = [sys.executable, "-m", "coterie", *map(str, arguments)]
-    env = os.environ | {"OPENBLAS_NUM_THREADS": "1"}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as process:
-        try:
-            assert process.stdout is not None
-            found = re.search(r"http://[^\s,;]+", process.stdout.readline())
-            if found is None:
-                raise SystemExit(f"{' '.join(command)}: did not start")
-            yield process, found[0]
-        finally:
-            process.terminate()
-
-
 def measure(model: Path, weights: Path, *options: str) -> None:
     """Print a worker's memory."""
-    with running("engine", model, "--port", "0", "--weights-dir", weights, *options) as (process, url):
+    with coterie("engine", model, "--port", "0", "--weights-dir", weights, *options) as (url, process):
         body = {"model": model.name, "prompt": PROMPT, "max_tokens": 8, "temperature": 0}
         httpx.post(f"{url}/v1/completions", json=body, timeout=300).raise_for_status()
-        figures = dict(FIGURE.findall(Path(f"/proc/{process.pid}/smaps_rollup").read_text()))
+        figures = dict(FIGURE.findall(Path(f"/proc/{process}/smaps_rollup").read_text()))
     (file,) = weights.glob("weights-*.safetensors")
     rss, pss = (int(figures[name]) / 1024 for name in ("Rss", "Pss"))
     where, size = "in a server" if options else "its own", file.stat().st_size / 2**20
@@ -61,8 +42,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         measure(model, Path(folder, "local"))
         with (
-            running("experts", "monitor", "--port", "0") as (_, monitor),
-            running("experts", "serve", str(model), "--monitor", monitor),
+            coterie("experts", "monitor", "--port", "0") as (monitor, _),
+            coterie("experts", "serve", model, "--monitor", monitor),
         ):
             measure(model, Path(folder, "remote"), "--experts-from", monitor)
 

@@ -20,13 +20,11 @@ import json
 import mmap
 import multiprocessing
 import os
-import subprocess
-import sys
 import tempfile
 import time
 import typing
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -34,6 +32,7 @@ from typing import Any
 import httpx
 import numpy as np
 import numpy.typing as npt
+from processes import coterie, cpu_s
 from safetensors.numpy import save_file
 
 from coterie.core import ModelGeometry
@@ -85,17 +84,9 @@ def cores_awake(*, wanted: bool) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def serving(model: Path, kernel: str, *options: str) -> Iterator[tuple[str, int]]:
+def serving(model: Path, kernel: str, *options: str) -> AbstractContextManager[tuple[str, int]]:
     """URL and process of a server of all experts."""
-    command = [sys.executable, "-m", "coterie", "experts", "serve", str(model), "--kernel", kernel]
-    command += ["--max-tokens", str(max(TOKENS)), *options]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            line = process.stdout.readline()
-            yield line.split(" at ")[1].split(",")[0], process.pid
-        finally:
-            process.terminate()
+    return coterie("experts", "serve", model, "--kernel", kernel, "--max-tokens", str(max(TOKENS)), *options)
 
 
 class OneServer:
@@ -129,11 +120,6 @@ def random_request(rng: np.random.Generator, config: dict[str, Any], tokens: int
     top_k = config["top_k"]
     weights = rng.random((tokens, top_k), np.float32)
     return Request(layer, config["since"], own_identity(), hidden, ids[:, :top_k].copy(), weights)
-
-
-def cpu_s(process: int) -> float:
-    threads = Path(f"/proc/{process}/task").iterdir()
-    return sum(int((thread / "schedstat").read_text(encoding="utf-8").split()[0]) for thread in threads) / 1e9
 
 
 class Turns:

@@ -31,6 +31,7 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 import zmq
+from processes import cpu_s
 from starlette.applications import Starlette
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -164,12 +165,6 @@ def time_calls(call: Callable[[], object], process: int) -> dict[str, float]:
     p50, p99 = np.percentile(times, [50, 99]) * 1e6
     cpu = {"client CPU us": here * 1e6 / CALLS, "server CPU us": there * 1e6 / CALLS}
     return {what: round(value, 1) for what, value in {"p50 us": p50, "p99 us": p99, **cpu}.items()}
-
-
-def cpu_s(process: int) -> float:
-    with open(f"/proc/{process}/stat", encoding="utf-8") as file:
-        fields = file.read().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def idle_percent(process: int) -> float:

@@ -13,14 +13,10 @@ import argparse
 import contextlib
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +25,7 @@ from typing import Any
 import numpy as np
 from make_bodies import EXPERTS, LAYERS, TOP_K
 from make_bodies import main as make_bodies
+from processes import family_cpu_s, free_ports, started
 
 from coterie.calibration import Profile
 from coterie.core import ModelGeometry
@@ -38,7 +35,6 @@ from coterie.signature import SignatureTransform
 HERE = Path(__file__).parent
 DECODES = 2
 TOKENS = 256
-TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True)
@@ -79,35 +75,6 @@ def write_profile(file: Path) -> None:
     Profile("tiny", transform, centroids, sizes, (), no_labels, trace_digest="0" * 64, seed=0, cohesion=1.0).save(file)
 
 
-def free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [listener.getsockname()[1] for listener in sockets]
-
-
-@contextlib.contextmanager
-def started(command: list[str], port: int, log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    with log.open("ab") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output)
-        try:
-            wait_until_served(process, port, log)
-            yield process
-        finally:
-            process.terminate()
-            process.wait()
-
-
-def wait_until_served(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
-    end_s = time.monotonic() + 60
-    while time.monotonic() < end_s and process.poll() is None:
-        with contextlib.suppress(OSError):
-            urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2).close()
-            if "--processes" not in process.args or log.read_bytes().rpartition(b"mode ")[2].count(b"admin "):
-                return  # a gateway says where it is once all of its processes serve
-        time.sleep(0.1)
-    raise SystemExit(f"{process.args} did not serve; see {log}")
-
-
 @contextlib.contextmanager
 def workers(folder: Path, token_us: int) -> Iterator[list[int]]:
     ports = free_ports(1 + DECODES)
@@ -131,17 +98,6 @@ def command_of(contender: str, folder: Path, ports: list[int], port: int, router
     return [*serve, *flags, "--decode-policy", policy, "--profile", str(folder / "profile.safetensors")]
 
 
-def cpu_s(pid: int) -> float:
-    """CPU seconds of a process and its living children."""
-    total = 0.0
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            fields = stat.read_text().rpartition(")")[2].split()
-            if pid in (int(stat.parent.name), int(fields[1])):
-                total += (int(fields[11]) + int(fields[12])) * TICK_S
-    return total
-
-
 def generate(folder: Path, load: Load, port: int, requests: int) -> dict[str, Any]:
     body = str(folder / load.body)
     command = [str(folder / "lg"), "-p", str(port), "-c", str(load.concurrency), "-n", str(requests), "-f", body]
@@ -153,9 +109,9 @@ def generate(folder: Path, load: Load, port: int, requests: int) -> dict[str, An
 
 def measure(folder: Path, load: Load, port: int, pid: int | None) -> dict[str, float]:
     generate(folder, load, port, min(load.requests // 4, 500) or 1)
-    before = cpu_s(pid) if pid else 0.0
+    before = family_cpu_s(pid) if pid else 0.0
     result = generate(folder, load, port, load.requests)
-    spent_s = cpu_s(pid) - before if pid else 0.0
+    spent_s = family_cpu_s(pid) - before if pid else 0.0
     row = {"p50_ms": result["p50"], "p99_ms": result["p99"], "requests_per_s": result["rps"]}
     if load.token_us:
         row = {"gap_p999_ms": result["gap999"], "gap_max_ms": result["gapmax"], "ttft_p50_ms": result["ttf50"]}

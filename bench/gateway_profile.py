@@ -19,7 +19,9 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-from gateway import LOADS, Load, build, command_of, free_ports, generate, started, workers, write_profile
+from processes import free_ports, started
+
+from gateway import LOADS, Load, build, command_of, generate, workers, write_profile
 
 PROFILED = (*LOADS["two"][1:], *LOADS["64"])
 SOURCE = f"{os.sep}coterie{os.sep}"

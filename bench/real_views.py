@@ -21,6 +21,7 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+from processes import free_ports, started
 
 from coterie.core import ModelGeometry, RouteRequest, WorkerState
 from coterie.engines.vllm_nixl import VllmNixl
@@ -35,7 +36,7 @@ from coterie.routing.shared_batches import SharedBatches
 from coterie.routing.shared_load import Board
 from coterie.sim.exchange import Exchange
 from coterie.sim.kernel import Kernel, Priority
-from gateway import build, free_ports, started
+from gateway import build
 
 WORKERS = 8
 TOKENS = 20
