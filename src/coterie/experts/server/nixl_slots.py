@@ -13,8 +13,9 @@ from starlette.types import Receive, Scope, Send
 
 from coterie.experts.monitor.messages import Problem
 from coterie.experts.transport.nixl import NixlServer
+from coterie.json_http import JSON, json_reply
 
-_HEADERS = [(b"content-type", b"application/json")]
+_HEADERS = [(b"content-type", JSON.encode())]
 
 
 class SlotResponse(Response):
@@ -56,7 +57,7 @@ def slot_for(nixl: NixlServer | None, own: str, wanted: str | None, over: asynci
 
 def refusal(problem: str, status: int) -> Response:
     """Why there is no slot."""
-    return Response(msgspec.json.encode(Problem(problem)), status, media_type="application/json")
+    return json_reply(Problem(problem), status)
 
 
 async def _left(receive: Receive) -> None:
