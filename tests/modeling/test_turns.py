@@ -108,6 +108,21 @@ def test_a_step_of_fewer_tokens_is_not_divided(models, packed, overlap, most):
     assert elsewhere.most == most
 
 
+def test_shared_experts_are_computed_while_others_compute_the_routed_ones(models, packed, kernel, monkeypatch):
+    elsewhere, seen, dense = Elsewhere(models["deepseek_v3"]), [], type(kernel).dense
+
+    def watched(self, *arguments):
+        seen.append(elsewhere.under_way)
+        return dense(self, *arguments)
+
+    monkeypatch.setattr(type(kernel), "dense", watched)
+    expected = Alone(elsewhere.model, np.random.default_rng(4), [9])
+    batch, _ = expected.step([(0, 0, 9)])
+    seen.clear()
+    in_halves(elsewhere, packed, None).forward(batch, expected.cache.kv)
+    assert seen == [0, 1]  # the first layer is a dense one, the second has shared experts
+
+
 @pytest.mark.parametrize(("call", "tokens"), [(1, slice(0, 7)), (2, slice(7, 14)), (3, slice(0, 7)), (4, slice(7, 14))])
 def test_a_half_whose_experts_are_not_there_is_named_and_the_other_given_up(models, packed, call, tokens):
     elsewhere = Elsewhere(models["qwen3_moe"], fails=call)  # two layers, so four calls
