@@ -24,10 +24,10 @@ class PartError(EngineError):
     """The experts of some tokens of a step cannot be computed now.
 
     Attributes:
-        tokens: which tokens.
+        tokens: which tokens: one or several parts of the step.
     """
 
-    def __init__(self, message: str, tokens: slice) -> None:
+    def __init__(self, message: str, *tokens: slice) -> None:
         super().__init__(message)
         self.tokens = tokens
 
@@ -57,9 +57,11 @@ def take_turns(parts: Sequence[Part]) -> list[Floats]:
         parts: which wait equally often.
 
     Raises:
-        PartError: the experts of one part cannot be computed; the other parts are given up.
+        PartError: the experts of one part or several cannot be computed.  After the first that fails, each other has
+            one more turn, to see whether its experts are there, and is given up.
     """
     results, waiting = [], deque(parts)
+    failed: list[tuple[slice, EngineError]] = []
     try:
         while waiting:
             part = waiting.popleft()
@@ -68,10 +70,14 @@ def take_turns(parts: Sequence[Part]) -> list[Floats]:
             except StopIteration as end:
                 results.append(end.value)
             except EngineError as error:
-                raise PartError(str(error), part.tokens) from error
+                failed.append((part.tokens, error))
             else:
-                waiting.append(part)
+                if not failed:
+                    waiting.append(part)
     finally:
         for part in parts:
             part.steps.close()
+    if failed:
+        tokens, (first, *_) = zip(*failed, strict=True)
+        raise PartError(str(first), *tokens) from first
     return results

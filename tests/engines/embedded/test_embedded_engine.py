@@ -71,7 +71,10 @@ def test_a_step_whose_experts_are_not_there_ends_its_requests_and_no_others(monk
     assert story.pool.held == 0
 
 
-@pytest.mark.parametrize(("tokens", "ends"), [(slice(0, 7), "ab"), (slice(7, 14), "bcd"), (slice(12, 14), "d")])
+@pytest.mark.parametrize(
+    ("tokens", "ends"),
+    [([slice(0, 7)], "ab"), ([slice(7, 14)], "bcd"), ([slice(12, 14)], "d"), ([slice(0, 1), slice(12, 14)], "ad")],
+)
 def test_half_a_step_whose_experts_are_not_there_ends_its_requests_and_the_rest_is_computed_again(
     monkeypatch, tokens, ends
 ):
@@ -82,7 +85,7 @@ def test_half_a_step_whose_experts_are_not_there_ends_its_requests_and_the_rest_
 
     def fails(batch, kv):
         assert len(batch.token_ids) == 14
-        raise PartError("no reply by the deadline", tokens)
+        raise PartError("no reply by the deadline", *tokens)
 
     with monkeypatch.context() as broken:
         broken.setattr(story.model, "forward", fails)

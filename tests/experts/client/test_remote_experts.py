@@ -94,6 +94,14 @@ def test_a_call_gets_the_slot_of_an_earlier_one_that_nobody_waits_for_yet():
     assert not world.doubts
 
 
+def test_a_reply_that_came_by_the_deadline_is_taken_after_it():
+    world = World(FakeServer())
+    some = tokens(3)
+    started = client(world).start(0, *some)
+    world.advance_to(5.0)
+    assert (started.finish(2.0) == expected(0, *some)).all()
+
+
 def test_a_call_that_was_cancelled_leaves_its_connections_to_the_next():
     world = World(FakeServer(slots=1))
     remote = client(world)

@@ -135,7 +135,11 @@ class Runner:
         self.active_experts += self._used.sum(axis=1)
 
 
-def _work_at(tokens: slice, step: Step, batch: StepBatch) -> tuple[Work, ...]:
+def _work_at(tokens: Sequence[slice], step: Step, batch: StepBatch) -> tuple[Work, ...]:
     """The work that has some of these tokens."""
     spans = zip(step.work, batch.rows, strict=True)
-    return tuple(work for work, (start, length) in spans if start < tokens.stop and tokens.start < start + length)
+    return tuple(
+        work
+        for work, (start, length) in spans
+        if any(start < part.stop and part.start < start + length for part in tokens)
+    )

@@ -78,9 +78,9 @@ class Exchange:
                 if call.is_done:
                     return call.total()
                 now_s = self._clock.now()
-                if now_s >= deadline_s:
-                    raise EngineError(self._explain(call))
                 self._wait(call, min(deadline_s, now_s + LOOK_S))
+                if now_s >= deadline_s and not call.is_done:  # what had come by then was taken
+                    raise EngineError(self._explain(call))
         finally:
             self.cancel(call)
 
