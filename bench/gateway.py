@@ -4,7 +4,8 @@
 
 The workers and the load generator are small C programs, so that they are never the bottleneck.  All contenders
 run in the same rounds, one after another; the table gives medians, with the lowest and highest round.
-CPU is that of the contender's processes alone, from /proc.
+CPU is that of the contender's processes alone, from /proc.  The gateway runs in the interpreter that runs this, and how
+that was built matters: see docs/gateway.md.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import contextlib
 import json
 import os
+import platform
 import statistics
 import subprocess
 import sys
@@ -182,7 +184,9 @@ def main() -> None:
         for _ in range(arguments.rounds):
             rows += run_round(folder, contenders, arguments.loads, arguments.vllm_router)
     table = summarise(rows)
-    print(f"{arguments.rounds} rounds on {os.cpu_count()} cores, load average {os.getloadavg()[0]:.1f}")
+    load = os.getloadavg()[0]
+    python = f"Python {platform.python_version()} ({sys.executable})"
+    print(f"{arguments.rounds} rounds on {os.cpu_count()} cores, load average {load:.1f}, {python}")
     show(table)
     if arguments.json:
         arguments.json.write_text(json.dumps(table, indent=1) + "\n")
