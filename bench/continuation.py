@@ -16,10 +16,11 @@ from pathlib import Path
 
 from processes import free_ports, started
 
-from gateway import STREAMS, build, command_of, measure, show, summarise, workers, write_profile
+from gateway import LOADS, Load, build, command_of, measure, show, summarise, workers, write_profile
 
 ON = "coterie round_robin"
 OFF = f"{ON} --no-continue-streams"
+STREAMS = [*LOADS["64"], Load("512 streams", "stream.json", 512, 1024, 20000)]  # of the second, several events at once
 
 
 def main() -> None:
