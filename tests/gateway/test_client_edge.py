@@ -253,10 +253,20 @@ async def test_what_is_not_http_gets_400_and_a_closed_connection(bad: bytes) -> 
 
 
 @story
-async def test_garbage_behind_a_good_request_does_not_spoil_its_reply() -> None:
+async def test_garbage_behind_good_requests_is_refused_after_their_replies() -> None:
     async with cluster() as running, running.client() as client:
-        client.send(post(ASK) + b"\x00\x01garbage\r\n\r\n")
-        assert (await client.reply()).status == 200
+        client.send(post(ASK) * 3 + b"\x00\x01garbage\r\n\r\n" + post(ASK))
+        assert [(await client.reply()).status for _ in range(4)] == [200, 200, 200, 400]
+        assert await client.at_end()
+        await running.idle()
+    assert len(running.decode[0].seen) + len(running.decode[1].seen) == 3
+
+
+@story
+async def test_a_request_that_is_too_large_is_answered_though_the_reply_before_it_is_on_its_way() -> None:
+    async with cluster(max_body_bytes=1000) as running, running.client() as client:
+        client.send(post(ASK) + post(b"x" * 1001))
+        assert [(await client.reply()).status for _ in range(2)] == [200, 413]
         assert await client.at_end()
 
 
@@ -279,11 +289,12 @@ async def test_a_long_reply_arrives_whole_though_the_client_sends_on_what_is_not
         client.send(post(ASK) + post(b"x" * 1001))
         sending = asyncio.create_task(send_on(client.writer))
         await client.reader.readuntil(b"\r\n\r\n")
-        read = 0
+        read = bytearray()
         while data := await client.reader.read(1 << 16):
-            read += len(data)
+            read += data
             await asyncio.sleep(0.002)
-        assert read == len(long)
+        assert read.startswith(long)
+        assert read[len(long) :].startswith(b"HTTP/1.1 413 ")
         sending.cancel()
 
 

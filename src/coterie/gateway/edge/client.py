@@ -79,7 +79,7 @@ class ClientConnection(asyncio.Protocol):
 
     __slots__ = (
         "_clients", "_closed", "_doorman", "_draining", "_handler", "_held", "_loop", "_owes_continue", "_reader",
-        "_reply", "_task", "_transport", "_unread", "_waiting", "_waiting_size", "deadline", "full",
+        "_refused", "_reply", "_task", "_transport", "_unread", "_waiting", "_waiting_size", "deadline", "full",
     )  # fmt: skip
 
     def __init__(self, handler: Handler, doorman: Doorman, clients: Clients, loop: asyncio.AbstractEventLoop) -> None:
@@ -97,6 +97,7 @@ class ClientConnection(asyncio.Protocol):
         self._waiting_size = 0
         self._held = 0  # bytes of bodies that are here
         self._draining = False
+        self._refused: RefusedError | None = None  # what is to be answered after all replies in flight
         self._closed = False
         self._unread = memoryview(b"")
         self._owes_continue = False
@@ -299,31 +300,43 @@ class ClientConnection(asyncio.Protocol):
             self._waiting_size -= len(request.body)
             self._begin(request)
         else:
-            if not self._unread:
-                self._transport.resume_reading()
-            self._invite()
-            limits = self._clients.limits
-            self.deadline = self._loop.time() + (limits.request_s if self._reader.partial else limits.idle_s)
+            self._await_request()
+
+    def _await_request(self) -> None:
+        """No reply is in flight any more."""
+        assert self._transport is not None
+        if not self._unread:
+            self._transport.resume_reading()
+        if self._refused is not None:
+            self._answer_refused(self._refused)
+            return
+        self._invite()
+        limits = self._clients.limits
+        self.deadline = self._loop.time() + (limits.request_s if self._reader.partial else limits.idle_s)
 
     def _refuse(self, refused: RefusedError) -> None:
-        """Answer a request that cannot be read on, then let what the client still sends run out.
+        """Read no further; answer what came before, and then the request that cannot be read on."""
+        self._clients.on_refused(refused.reason)
+        self._draining = True
+        self._reader.reset()
+        self._owes_continue = False
+        self._hold(self._waiting_size + (len(self._reply.request.body) if self._reply is not None else 0))
+        if self.busy:
+            self._refused = refused
+        else:
+            self._answer_refused(refused)
+
+    def _answer_refused(self, refused: RefusedError) -> None:
+        """Say why no more is read, then let what the client still sends run out.
 
         Closing at once would reset the connection, and the client would never see why.
         """
-        self._clients.on_refused(refused.reason)
-        self._draining = True
-        self._waiting.clear()
-        self._reader.reset()
-        self._owes_continue = False
-        self._hold(len(self._reply.request.body) if self._reply is not None else 0)
-        if self.busy:
-            self.shut()  # the reply in flight goes first, and is the last
-            return
         assert self._transport is not None
         Reply(Request(keep_alive=False), self).refuse(refused)
         if self._transport.can_write_eof():  # with TLS, the client closes first
             self._transport.write_eof()
-        self.deadline = self._loop.time() + _DRAIN_S
+        # Of a reply before it, much may still have to drain.
+        self.deadline = self._loop.time() + (self._clients.limits.stall_s if self.full else _DRAIN_S)
 
 
 def _unavailable(message: str, code: str) -> RefusedError:
