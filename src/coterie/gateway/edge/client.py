@@ -179,7 +179,8 @@ class ClientConnection(asyncio.Protocol):
     def resume_writing(self) -> None:
         """See `asyncio.Protocol`."""
         self.full = False
-        self.deadline = math.inf if self.busy else self._loop.time() + self._clients.limits.idle_s
+        wait_s = _DRAIN_S if self._draining else self._clients.limits.idle_s
+        self.deadline = math.inf if self.busy else self._loop.time() + wait_s
         if self._reply is not None:
             self._reply.notify(full=False)
 
@@ -209,6 +210,8 @@ class ClientConnection(asyncio.Protocol):
     def shut(self) -> None:
         """Take no further request; close now if none is in flight."""
         self._waiting.clear()
+        self._hold(self._held - self._waiting_size)
+        self._waiting_size = 0
         if self._reply is not None:
             self._reply.request.keep_alive = False
         elif self._reader.partial:
@@ -221,7 +224,7 @@ class ClientConnection(asyncio.Protocol):
     def on_begin(self) -> None:
         """See `Taker.on_begin`."""
         self._owes_continue = False
-        if not self.busy:
+        if not (self.busy or self.full):
             self.deadline = self._loop.time() + self._clients.limits.request_s
 
     def on_head(self, request: Request, body_bytes: int) -> None:
@@ -273,7 +276,8 @@ class ClientConnection(asyncio.Protocol):
     # --- one request after another ---
 
     def _begin(self, request: Request) -> None:
-        self.deadline = math.inf
+        if not self.full:  # of the reply before it, the client has still to take some
+            self.deadline = math.inf
         request.arrived_s = self._loop.time()
         self._reply = Reply(request, self)
         self._task = self._loop.create_task(self._handler(request, self._reply))
@@ -290,6 +294,7 @@ class ClientConnection(asyncio.Protocol):
         if failed:
             self.abort()
         elif not reply.request.keep_alive:
+            self._read_on()
             if self._draining and self._transport.can_write_eof():
                 self._transport.write_eof()  # a reset, for what the client still sends, would cost it the reply's end
             else:
@@ -304,15 +309,20 @@ class ClientConnection(asyncio.Protocol):
 
     def _await_request(self) -> None:
         """No reply is in flight any more."""
-        assert self._transport is not None
-        if not self._unread:
-            self._transport.resume_reading()
+        self._read_on()
         if self._refused is not None:
             self._answer_refused(self._refused)
             return
         self._invite()
-        limits = self._clients.limits
-        self.deadline = self._loop.time() + (limits.request_s if self._reader.partial else limits.idle_s)
+        if not self.full:
+            limits = self._clients.limits
+            self.deadline = self._loop.time() + (limits.request_s if self._reader.partial else limits.idle_s)
+
+    def _read_on(self) -> None:
+        """Read again, if requests that waited had stopped it; a client that leaves is not noticed otherwise."""
+        assert self._transport is not None
+        if not self._unread:
+            self._transport.resume_reading()
 
     def _refuse(self, refused: RefusedError) -> None:
         """Read no further; answer what came before, and then the request that cannot be read on."""
@@ -332,11 +342,11 @@ class ClientConnection(asyncio.Protocol):
         Closing at once would reset the connection, and the client would never see why.
         """
         assert self._transport is not None
+        owed = self._transport.get_write_buffer_size()  # of a reply before it
         Reply(Request(keep_alive=False), self).refuse(refused)
         if self._transport.can_write_eof():  # with TLS, the client closes first
             self._transport.write_eof()
-        # Of a reply before it, much may still have to drain.
-        self.deadline = self._loop.time() + (self._clients.limits.stall_s if self.full else _DRAIN_S)
+        self.deadline = self._loop.time() + (self._clients.limits.stall_s if owed else _DRAIN_S)
 
 
 def _unavailable(message: str, code: str) -> RefusedError:

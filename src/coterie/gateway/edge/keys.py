@@ -1,9 +1,9 @@
 """API keys: what clients must show, kept as hashes, and how much each may ask for.
 
-Only SHA-256 digests are kept.  A slow hash such as scrypt protects passwords, which can be guessed; a key made by
-`new_key` has 256 random bits, which cannot, and a slow hash for each request would be an attack on the gateway itself.
-A key is found by its digest: how long that takes depends on digests alone, which nobody can choose without knowing
-the key, so it tells nothing that could be used.
+Of keys that are known, only SHA-256 digests are kept.  A slow hash such as scrypt protects passwords, which can be
+guessed; a key made by `new_key` has 256 random bits, which cannot, and a slow hash for each request would be an
+attack on the gateway itself.  A key is found by its digest: how long that takes depends on digests alone, which
+nobody can choose without knowing the key, so it tells nothing that could be used.
 """
 
 from __future__ import annotations

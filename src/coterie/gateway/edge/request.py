@@ -16,8 +16,7 @@ from coterie.gateway.edge.keys import Key
 
 MAX_HEADERS = 200
 _KEPT_BYTES = 64 << 10
-_REMEMBERED_HEAD_BYTES = 2 << 10
-_MOST_REMEMBERED = 1024
+_KNOWN_HEAD_BYTES = 2 << 10
 _LENGTH = re.compile(rb"\r\ncontent-length: ([1-9][0-9]{0,8})\r\n", re.IGNORECASE)
 
 
@@ -61,10 +60,6 @@ class Request(msgspec.Struct, eq=False):
         return Request(self.method, self.target, self.path, self.headers, body, lines=self.lines, _named=self._named)
 
 
-_remembered: dict[bytes, Request] = {}
-"""Requests without bodies and lengths, by the head of `_whole`: most of a client's differ in their bodies alone."""
-
-
 class Taker(Protocol):
     """Takes what is read; its methods may refuse the request, by `RefusedError`."""
 
@@ -88,18 +83,23 @@ class Taker(Protocol):
 class RequestReader:
     """Reads requests off one connection, one after another.
 
+    Most of a client's differ in their bodies alone: a head that comes again is looked up.  The reader keeps the last
+    one only, so that nobody's heads take others' room, and keys in them go with their connection.
+
     Attributes:
         partial: whether a part of a request has come.
     """
 
     __slots__ = (
-        "_body", "_body_size", "_head_size", "_in_head", "_next", "_parser", "_piece", "_piece_size", "_taker",
-        "partial",
+        "_body", "_body_size", "_head_size", "_in_head", "_known", "_known_head", "_next", "_parser", "_piece",
+        "_piece_size", "_taker", "partial",
     )  # fmt: skip
 
     def __init__(self, taker: Taker) -> None:
         self._taker = taker
         self._parser: Any = httptools.HttpRequestParser(self)
+        self._known_head = b""
+        self._known: Request | None = None
         self.reset()
 
     def reset(self) -> None:
@@ -120,19 +120,34 @@ class RequestReader:
             RefusedError: what comes is no request that is taken; nothing more can be read.
         """
         whole = _whole(data) if isinstance(data, bytes) and not self.partial else None
-        if whole is not None and (known := _remembered.get(whole[0])) is not None:
-            self._take(known.again(whole[1]))
+        if whole is not None and self._known is not None and whole[0] == self._known_head:
+            self._take(self._known.again(whole[1]))
             return
         before, body_size, rest = self._next, self._body_size, memoryview(data)
         while rest:
             rest = self._parse(rest)
         if whole is not None:
-            _remember(before, *whole)
+            self._remember(before, *whole)
         if self._next is before:
             # Neither a head, nor a chunk's extension, nor a trailer may be endless.  What began within a read
             # counts from the next read on.
             self._head_size = 0 if self._body_size > body_size else self._head_size + len(data)
             _check_head_size(self._head_size)
+
+    def _remember(self, request: Request, head: bytes, body: bytes) -> None:
+        """Keep what was read of a head that came twice, unless more than the body's length depends on what followed.
+
+        Kept are requests that the parser took to be what `_whole` took them for, and after which it reads on as if it
+        had not seen them.
+        """
+        if head != self._known_head:
+            self._known_head, self._known = head, None
+            return
+        if request.body != body or not request.keep_alive or request.header(b"content-length") != b"%d" % len(body):
+            return
+        headers = [header for header in request.headers if header[0] != b"content-length"]
+        named = dict(reversed(headers))
+        self._known = Request(request.method, request.target, request.path, headers, lines=request.lines, _named=named)
 
     def _take(self, request: Request) -> None:
         """Take a request of which the parser would find what it found of an earlier one."""
@@ -234,29 +249,12 @@ class RequestReader:
 
 def _whole(data: bytes) -> tuple[bytes, bytes] | None:
     """Head and body, if these are all bytes of one request; the head is without the digits of the body's length."""
-    end = data.find(b"\r\n\r\n", 0, _REMEMBERED_HEAD_BYTES) + 4
+    end = data.find(b"\r\n\r\n", 0, _KNOWN_HEAD_BYTES) + 4
     length = _LENGTH.search(data, 0, end)
     if length is None or end + int(length[1]) != len(data) or len(data) > LARGE_BYTES:
         return None
     start, stop = length.span(1)
     return data[:start] + data[stop:end], data[end:]
-
-
-def _remember(request: Request, head: bytes, body: bytes) -> None:
-    """Keep what was read of a head, unless more than the length of the body depends on what followed it.
-
-    Kept are requests that the parser took to be what `_whole` took them for, and after which it reads on as if it had
-    not seen them.
-    """
-    if request.body != body or not request.keep_alive or request.header(b"content-length") != b"%d" % len(body):
-        return
-    if len(_remembered) >= _MOST_REMEMBERED:
-        _remembered.clear()
-    headers = [header for header in request.headers if header[0] != b"content-length"]
-    named = dict(reversed(headers))
-    _remembered[head] = Request(
-        request.method, request.target, request.path, headers, lines=request.lines, _named=named
-    )
 
 
 def _check_head(request: Request) -> None:
