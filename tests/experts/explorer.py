@@ -9,6 +9,8 @@ What is checked:
 
 - safety, at every step: a client takes the whole reply to the very request that it waits for, or none; no two clients
   use a slot; a client gives up only if somebody died or a time-out struck;
+- whatever a client writes to its slot that does not follow the rules (a vandal), no function fails, and the next client
+  of this slot gets its reply;
 - progress, at the end: from every world that can be reached, the actors alone, without further deaths and time-outs,
   can get to where every living client has its reply or has failed, no slot is owned, and no dead server's segment is
   left.
@@ -28,6 +30,7 @@ from coterie.experts.protocol.rules import NOBODY, State, Word
 PLACE = {Word.STATE: 0, Word.OWNER: 1, "claimed": 2}  # of a slot's words; the last is only there for a wrong rule
 REQUEST, REPLY = 3, 4  # places of the payloads, two halves each
 EMPTY = ((0, None), (0, None))
+TORN = (0, "torn")  # half of a request whose bytes are none
 
 
 class Pause(Exception):  # noqa: N818 - no error
@@ -71,6 +74,8 @@ class PausingSlot:
 
     def read_request(self):
         (sequence, one), (_, other) = self.shared.do("read", *self.at, REQUEST)
+        if TORN[1] in (one, other):
+            raise WireError("torn")
         return sequence, (one, other)
 
     def write_reply(self, sequence, reply):
@@ -108,6 +113,8 @@ class Setting:
         restarts: whether the dead start anew.
         timeouts: how often in all a client loses patience with a server that lives.
         tries: servers that a client asks at most, in turn.
+        clients: number of clients.
+        vandals: number of clients that write any state and request at any step, but count no number back.
     """
 
     servers: int = 1
@@ -118,6 +125,7 @@ class Setting:
     timeouts: int = 0
     tries: int = 2
     clients: int = 2
+    vandals: int = 0
     rules: Rules = Rules()
 
 
@@ -152,7 +160,7 @@ class BrokenError(AssertionError):
         self.steps = steps
 
 
-ROLES = {"client": 1, "server": 2, "sweeper": 3}
+ROLES = {"client": 1, "server": 2, "sweeper": 3, "vandal": 4}
 
 
 def identity(role: str, number: int, life: int) -> int:
@@ -197,12 +205,18 @@ class Explorer:
         self.rules.release(slot, me)
         return ("attach", attempt + 1) if rest == [None] else ("done",)
 
+    def vandal(self, shared: Shared, me: int, stage: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Claims the first slot, writes to it what it likes, and dies."""
+        if stage == ("seize",):
+            return ("scribble",) if self.rules.claim(PausingSlot(shared, 0, 0), me) else stage
+        return stage if shared.do("scribble") else ("done",)
+
     def server(self, shared: Shared, me: int, stage: tuple[Any, ...]) -> tuple[Any, ...]:
         """Picks up what is ready in all slots, then answers it."""
         name, segment, place, picked = stage
         if name == "scan":
             if (found := self.rules.pick_up(PausingSlot(shared, segment, place))) is not None:
-                picked = (*picked, (place, *found))
+                picked = (*picked, (place, found[0], "malformed" if isinstance(found[1], WireError) else found[1]))
             if place + 1 < self.setting.slots:
                 return ("scan", segment, place + 1, picked)
             return ("answer" if picked else "scan", segment, 0, picked)
@@ -242,6 +256,7 @@ class Explorer:
     def first(self) -> World:
         setting = self.setting
         actors = [Actor("client", number, 0, ("attach", 0)) for number in range(setting.clients)]
+        actors += [Actor("vandal", number, 0, ("seize",)) for number in range(setting.vandals)]
         actors += [Actor("server", number, 0, ("scan", number, 0, ())) for number in range(setting.servers)]
         actors.append(Actor("sweeper", 0, 0, ("segment", 0, 0)))
         segments = tuple(self._segment(identity("server", number, 0)) for number in range(setting.servers))
@@ -276,11 +291,22 @@ class Explorer:
             if world.timeouts:
                 impatient = world._replace(timeouts=world.timeouts - 1, calm=False)
                 yield "loses patience", self._went_on(impatient, index, actor, True), False
+        elif kind == "scribble":
+            yield "dies", self._went_on(world, index, actor, False), True
+            for place, value in self._scribbles(world.segments[0].slots[0]):
+                written = self._written(world, 0, 0, place, value)
+                yield f"writes {value} to {place}", self._went_on(written, index, actor, True), False
         elif kind in ("read", "write"):
             yield self._half(world, index, actor, *step)
         else:
             world, result = getattr(self, "_" + kind)(world, *arguments)
             yield f"{' '.join(map(str, step))} -> {result}", self._went_on(world, index, actor, result), True
+
+    def _scribbles(self, slot: tuple[Any, ...]) -> Iterator[tuple[int, Any]]:
+        """What a vandal may write, and where: the state word, or the request."""
+        number = max(1, rules.sequence_of(slot[0]))
+        yield from ((PLACE[Word.STATE], rules.state_word(state, number)) for state in (*State, 255))
+        yield from ((REQUEST, (half, half)) for half in (TORN, (1, "any")))
 
     def _half(self, world, index, actor, kind, segment, slot, area, values=None) -> tuple[str, World, bool]:
         """One half of a payload, which is read or written in two steps."""
@@ -429,8 +455,8 @@ class Explorer:
                         before.append([])
                     if own:
                         before[there].append(here)
-            except (AssertionError, WireError) as error:
-                raise BrokenError(str(error), path(came_from, here)) from error
+            except Exception as error:
+                raise BrokenError(f"{type(error).__name__}: {error}", path(came_from, here)) from error
             here += 1
             assert len(worlds) < limit, "too many worlds"
         self._check_progress(worlds, before, came_from)

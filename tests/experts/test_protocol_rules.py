@@ -16,6 +16,7 @@ SETTINGS = {
     "a client dies and comes again": Setting(deaths=1, mortals=("client",), clients=1, timeouts=1),
     "a server dies and comes again": Setting(deaths=1, mortals=("server",), clients=1),
     "one of two servers dies": Setting(servers=2, deaths=1, mortals=("server",), clients=1, restarts=False),
+    "another client writes to its slot what it likes": Setting(vandals=1, clients=1, tries=1),
     "client and sweeper die in turn": Setting(deaths=2, mortals=("client", "sweeper"), clients=1, tries=1),
 }
 """Small enough for every run of the tests; `bench/expert_protocol.py` explores larger ones."""
@@ -122,6 +123,18 @@ def answer_without_a_swap(slot, sequence, reply):
     slot.store(Word.STATE, state_word(State.DONE, sequence))
 
 
+def pick_up_that_knows_states_only(slot):
+    State(slot.load(Word.STATE) & 0xFF)
+    return rules.pick_up(slot)
+
+
+def sweep_that_knows_states_only(slot, sweeper, alive):
+    owner = slot.load(Word.OWNER)
+    if owner != NOBODY and not alive(owner) and slot.swap(Word.OWNER, owner, sweeper):
+        rules.withdraw(slot, rules.sequence_of(slot.load(Word.STATE)))
+        rules.release(slot, sweeper)
+
+
 def release_that_counts_anew(slot, owner):
     slot.store(Word.STATE, state_word(State.FREE, 0))
     rules.release(slot, owner)
@@ -176,6 +189,14 @@ WRONG = {
     "numbers that begin anew with each owner": (Rules(release=release_that_counts_anew), Setting(timeouts=1, tries=1)),
     "a reply that is taken before it is whole": (Rules(take=take_before_it_is_done), Setting()),
     "a time-out that leaves the request": (Rules(withdraw=lambda slot, sequence: None), Setting(timeouts=1, tries=1)),
+    "a server that takes any state word for one of a client": (
+        Rules(pick_up=pick_up_that_knows_states_only),
+        Setting(vandals=1, clients=1, tries=1),
+    ),
+    "sweeping that leaves a state that is none": (
+        Rules(sweep=sweep_that_knows_states_only),
+        Setting(vandals=1, clients=1, tries=1),
+    ),
     "no sweeper": (Rules(sweep=lambda slot, sweeper, alive: None), Setting(deaths=1, mortals=("client",), tries=1)),
     "a slot that is taken from an owner who may still write to it": (
         replace(BY_NIXL, sweep=sweep_of_the_silent),

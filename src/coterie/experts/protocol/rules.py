@@ -19,6 +19,8 @@ What must hold outside of them:
 - One thread of one process serves a slot.
 - `alive` errs on one side only: who is dead is dead for ever, and no identity is used twice.  A time-out is no proof of
   death: a process that was but suspended goes on to write.
+- Clients follow these rules.  One that does not harms none but itself while it writes to its own request and state word
+  only, whatever it writes, and counts no number back: server and sweeper take both for any bytes.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ class State(IntEnum):
     DONE = 2  # the owner may read the reply
 
 
-_STATES = tuple(State)  # by their numbers: a look into it costs less than State(number)
+_STATES = {int(state): state for state in State}  # a look into it costs less than State(number)
 
 
 class Word(IntEnum):
@@ -91,9 +93,9 @@ def state_word(state: State, sequence: int) -> int:
     return sequence << 8 | state
 
 
-def state_of(word: int) -> State:
-    """State in a state word."""
-    return _STATES[word & 0xFF]
+def state_of(word: int) -> State | None:
+    """State in a state word; None if a client wrote none there."""
+    return _STATES.get(word & 0xFF)
 
 
 def sequence_of(word: int) -> int:
@@ -184,8 +186,9 @@ def sweep(slot: Slot[Any, Any], sweeper: int, alive: Callable[[int], bool]) -> b
     if owner == NOBODY or alive(owner) or not slot.swap(Word.OWNER, owner, sweeper):
         return False
     word = slot.load(Word.STATE)
-    if state_of(word) is not State.FREE:
-        withdraw(slot, sequence_of(word))
+    free = state_word(State.FREE, sequence_of(word))
+    if word != free and not slot.swap(Word.STATE, word, free):
+        withdraw(slot, sequence_of(word))  # it was answered since
     release(slot, sweeper)
     return True
 
