@@ -125,8 +125,12 @@ class _LateLink:
     def _make(self, connect: Callable[[], Link]) -> None:
         try:
             self._made.set_result(connect())
-        except BaseException as error:
+        except (EngineError, WireError) as error:
             self._made.set_exception(error)
+        except BaseException as error:  # whatever a server has caused must not end who looks for its reply
+            problem = EngineError(f"connecting failed: {error!r}")
+            problem.__cause__ = error
+            self._made.set_exception(problem)
 
 
 class _LatePending:

@@ -107,7 +107,7 @@ class NixlClient:
             if self._problem is not None:
                 raise self._problem
             if self._reply is not None:
-                reply, self._reply = self._reply, None
+                reply, self._reply, self._wanted = self._reply, None, 0
                 return reply
             now_s = time.monotonic()
             if now_s >= until_s:
@@ -160,7 +160,7 @@ class NixlClient:
         echoed, reply = self._slot.reply()
         if echoed != sequence:
             raise WireError(f"expert server {self._name}: reply to request {echoed} in the place of that to {sequence}")
-        self._wanted, self._posted, self._reply = 0, 0, reply
+        self._posted, self._reply = 0, reply  # and wanted until it is taken: who waits for another server may be here
 
     def _take_back(self) -> _Steps:
         """The withdrawal of one."""

@@ -6,6 +6,7 @@ import mmap
 import struct
 from collections.abc import Iterable
 
+from coterie.errors import WireError
 from coterie.experts.protocol import Dtype, Reply, Request, State, Word
 from coterie.experts.protocol.layout import SlotMemory
 from coterie.experts.protocol.rules import state_word
@@ -26,12 +27,12 @@ class SlotCopy:
     Raises:
         UnsupportedError: memory cannot be registered.
         EngineError: the server does not have the slot.
-        WireError: the invitation is damaged.
+        WireError: the invitation is damaged, or its slot larger than memory.
     """
 
     def __init__(self, agent: Agent, invitation: Invitation) -> None:
         self._agent, self._shape = agent, invitation.shape
-        self._memory = mmap.mmap(-1, self._shape.size)
+        self._memory = _memory(self._shape.size)
         self._slot = SlotMemory(self._shape, memoryview(self._memory))
         self._here, self._there = Region.of(self._memory), Region(invitation.address, self._shape.size)
         agent.register(self._here)
@@ -83,6 +84,13 @@ class SlotCopy:
         """A transfer of pieces that lie in the same places here and there, as starts and sizes."""
         parts = [(self._here.part(start, size), self._there.part(start, size)) for start, size in pieces]
         return self._agent.transfer(operation, self._peer, parts)
+
+
+def _memory(size: int) -> mmap.mmap:
+    try:
+        return mmap.mmap(-1, size)
+    except (OSError, OverflowError, ValueError) as error:
+        raise WireError(f"expert server's invitation: to a slot of {size} bytes: {error}") from error
 
 
 def _coarse(count: int) -> int:

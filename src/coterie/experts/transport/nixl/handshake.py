@@ -37,7 +37,7 @@ class Invitation(msgspec.Struct, frozen=True):
         server: id of the server.
         metadata: of its agent: how it is reached, and the key to this slot alone.
         address: where the slot lies in the server's memory.
-        sequence: number of the last request that was in it.
+        sequence: number that the client counts on from.
         shape: what it carries.
     """
 
