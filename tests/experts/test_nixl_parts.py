@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,7 +16,6 @@ from coterie.experts.protocol.layout import SlotMemory
 from coterie.experts.server import process
 from coterie.experts.transport.nixl import agent, client
 from coterie.experts.transport.nixl.copy import _coarse
-from coterie.experts.transport.nixl.handshake import Invitation
 from coterie.experts.transport.nixl.pace import SHORTEST_S, Pace
 from tiny_checkpoints import write_checkpoint
 
@@ -92,10 +90,6 @@ def test_a_client_whose_nixl_cannot_be_loaded_says_so_of_the_server(monkeypatch)
     offer = connections.Offer(id="00" * 16, shared_memory="x", tcp=None, nixl=True)
     monkeypatch.setattr(connections, "ask", lambda *_, **__: offer)
     monkeypatch.setattr(connections.nixl, "is_installed", lambda: True)
-    monkeypatch.setattr(client, "Hold", lambda *_: SimpleNamespace(invitation=invitation(), close=lambda: None))
-    with pytest.raises(EngineError, match=r"server a cannot be reached: NIXL cannot be loaded: .*pip install"):
+    monkeypatch.setattr(client, "Hold", None)  # no slot is taken
+    with pytest.raises(EngineError, match=r"server a cannot be reached by NIXL: NIXL cannot be loaded: .*pip install"):
         connections.Connector("00" * 16)._from_afar(connections.Server("a", "x", "http://127.0.0.1:1"))
-
-
-def invitation():
-    return Invitation("00" * 16, b"", 0, 0, SHAPE)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from coterie.errors import EngineError
-from coterie.experts.client import Patience, connections
+from coterie.experts.client import Patience, connections, nixl_tries
 from coterie.experts.client.model_experts import ExpertsConfig, remote_experts
 from coterie.experts.transport.nixl import NixlClient
 from coterie.modeling.expert_tensors import read_expert_model
@@ -121,7 +121,7 @@ def test_a_server_ends_in_order_when_asked_though_a_client_holds_a_slot(checkpoi
 
 def test_who_has_no_nixl_takes_tcp_or_is_told_what_to_do(checkpoint, monkeypatch):
     monkeypatch.setattr(connections.nixl, "is_installed", lambda: False)
-    monkeypatch.setattr(connections, "NixlClient", None)
+    monkeypatch.setattr(nixl_tries, "NixlClient", None)
     with running_monitor() as monitor, expert_server(checkpoint, "--monitor", monitor, "--nixl") as server:
         connect = connections.Connector(server.config["fingerprint"])
         told = connections.Server("x", str(server.shared), server.url)

@@ -11,8 +11,9 @@ from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from coterie.errors import ConfigError, EngineError, GoneError, UnsupportedError, WireError
+from coterie.errors import ConfigError, EngineError, GoneError, WireError
 from coterie.experts.client.links import Link, Pending
+from coterie.experts.client.nixl_tries import NixlTries
 from coterie.experts.client.table import Server
 from coterie.experts.members import SHORT
 from coterie.experts.monitor.calls import ask
@@ -47,7 +48,7 @@ class Connector:
 
     A server whose file is in this host's shared memory is on this host, since its name has 128 random bits.  Others are
     asked by HTTP how they are reached, and connected to, in a thread: who sends a request does not wait for that.  By
-    NIXL, if the server was started with it and it is installed here, too; else by TCP.
+    NIXL, if the server was started with it and it is installed here, too; else, or where that fails, by TCP.
 
     Args:
         fingerprint: of the client's model; see `ExpertFiles.fingerprint`.  Servers of other experts are not asked.
@@ -56,7 +57,7 @@ class Connector:
     def __init__(self, fingerprint: str) -> None:
         self._fingerprint = fingerprint
         self._unsent_tcp: set[TcpClient] = set()
-        self._unsent_nixl: set[NixlClient] = set()
+        self._nixl = NixlTries()
 
     def __call__(self, server: Server) -> Link:
         """A connection to a server; errors of one on another host come when its first reply is looked for.
@@ -78,7 +79,9 @@ class Connector:
         if offer.shared_memory != server.address:
             raise GoneError(f"expert server {server.name} died; another one has its URL")
         if offer.nixl and nixl.is_installed():
-            return self._of_this_model(self._by_nixl(offer, server), server)
+            link = self._nixl.connect(server, offer.id, or_tcp=offer.tcp is not None)
+            if link is not None:
+                return self._of_this_model(link, server)
         if offer.tcp is None:
             raise EngineError(f"expert server {server.name} is on another host; {_remedy(offer)}")
         if len(token) != TOKEN_BYTES:
@@ -87,12 +90,6 @@ class Connector:
         if is_any(host):
             host = urlsplit(server.url).hostname or host
         return self._of_this_model(TcpClient((host, offer.tcp.port), token, server.name, self._unsent_tcp), server)
-
-    def _by_nixl(self, offer: Offer, server: Server) -> NixlClient:
-        try:
-            return NixlClient(server.url, offer.id, server.name, self._unsent_nixl)
-        except UnsupportedError as error:
-            raise EngineError(f"expert server {server.name} cannot be reached: {error}") from error
 
     def _of_this_model(self, link: SharedClient | TcpClient | NixlClient, server: Server) -> Link:
         theirs = link.shape.fingerprint.hex()

@@ -13,13 +13,14 @@ import mmap
 import os
 import sys
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, Literal
 
 from coterie.errors import EngineError, UnsupportedError, WireError
 
+_log = logging.getLogger("coterie.experts")
 _BACKEND = "UCX"
 Operation = Literal["READ", "WRITE"]
 
@@ -172,8 +173,10 @@ class Transfer:
 
     def end(self) -> None:
         """Give it up, be it under way or not."""
-        self._handle.release()
-        del self._nixl, self._handle
+        try:
+            self._handle.release()
+        finally:
+            del self._nixl, self._handle
 
     def _note(self, state: str) -> None:
         if state == "ERR":
@@ -182,10 +185,18 @@ class Transfer:
 
 
 def _end(nixl: Any, transfers: list[Transfer], registered: list[Any]) -> None:
+    """End each of them, whatever becomes of the others; what NIXL does not give up now it does with the agent."""
     for transfer in transfers:
-        transfer.end()
+        _try("a transfer", transfer.end)
     for descriptors in registered:
-        nixl.deregister_memory(descriptors)
+        _try("memory", partial(nixl.deregister_memory, descriptors))
+
+
+def _try(what: str, end: Callable[[], object]) -> None:
+    try:
+        end()
+    except Exception as error:
+        _log.warning("NIXL does not give up %s: %s", what, error)
 
 
 def is_installed() -> bool:

@@ -49,15 +49,14 @@ class NixlClient:
     def __init__(self, url: str, server: str, name: str, unsent: set[NixlClient] | None = None) -> None:
         self._name = name
         self._unsent = set() if unsent is None else unsent
-        self._hold = Hold(url, server, name)
-        self._agent: Agent | None = None
+        self._agent: Agent | None
+        self._agent, self._hold = _begin(url, server, name)
         self._steps: _Steps = self._take_back()
         self._transfer: Transfer | None = None
         self._pace = Pace(LONGEST_S, time.monotonic())
         invitation = self._hold.invitation
         self.shape, self._sequence = invitation.shape, invitation.sequence
         try:
-            self._agent = Agent(f"client-{secrets.token_hex(8)}")
             self._slot = SlotCopy(self._agent, invitation)
             self._warm_up(time.monotonic() + CONNECT_S)
         except BaseException:
@@ -94,9 +93,11 @@ class NixlClient:
         self._steps.close()
         self._transfer, self._wanted = None, 0
         agent, self._agent = self._agent, None
-        if agent is not None:
-            agent.close()
-        self._hold.close()
+        try:
+            if agent is not None:
+                agent.close()
+        finally:
+            self._hold.close()
 
     def look(self, until_s: float) -> Reply | None:
         """The reply to the last request, if it comes by then; see `Pending.look`."""
@@ -182,7 +183,7 @@ class NixlClient:
             while not transfer.is_done():
                 now_s = time.monotonic()
                 if now_s >= deadline_s:
-                    raise EngineError(f"expert server {self._name} cannot be reached by NIXL in {CONNECT_S} s")
+                    raise EngineError(f"expert server {self._name}: no transfer was made in {CONNECT_S} s")
                 time.sleep(self._pace.sleep_s(now_s))
         if self._slot.loaded() != state_word(State.FREE, self._sequence):
             raise WireError(f"expert server {self._name}: what is written by NIXL is not what is read")
@@ -197,6 +198,16 @@ class NixlClient:
         """The slot is of no use any more."""
         self._problem = problem
         self.close()
+
+
+def _begin(url: str, server: str, name: str) -> tuple[Agent, Hold]:
+    """The agent first: where there can be none, no slot is taken for nothing."""
+    agent = Agent(f"client-{secrets.token_hex(8)}")
+    try:
+        return agent, Hold(url, server, name)
+    except BaseException:
+        agent.close()
+        raise
 
 
 class _NixlPending(Pending):

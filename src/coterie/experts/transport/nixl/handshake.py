@@ -9,7 +9,11 @@ So either side sees at once that the other's process has ended, since the kernel
 
 from __future__ import annotations
 
+import contextlib
 import http.client
+import socket
+import threading
+from collections.abc import Iterator
 from typing import TypeVar
 from urllib.parse import quote
 
@@ -25,7 +29,7 @@ from coterie.experts.transport.tcp.streams import prepare
 _T = TypeVar("_T")
 PATH = "/nixl"
 ANSWER_S = 2.0
-"""The longest that the answer may take."""
+"""The longest that connecting may take, and the answer."""
 MAX_BYTES = 1 << 20
 """Of an invitation; NIXL's metadata grow with the networks of a host, and have some KiB for each."""
 
@@ -73,6 +77,8 @@ class Hold:
         try:
             self.invitation = self._ask(server)
             self._socket = self._connection.sock
+            if self._socket is None:
+                raise WireError("expert server's invitation: its connection ends with it, so it gives no slot")
             prepare(self._socket)
         except BaseException:
             self.close()
@@ -98,9 +104,11 @@ class Hold:
 
     def _ask(self, server: str) -> Invitation:
         try:
-            self._connection.request("GET", f"{PATH}?server={quote(server)}")
-            answer = self._connection.getresponse()
-            line = answer.readline(MAX_BYTES)
+            self._connection.connect()
+            with _cut_after(ANSWER_S, self._connection.sock):
+                self._connection.request("GET", f"{PATH}?server={quote(server)}")
+                answer = self._connection.getresponse()
+                line = answer.readline(MAX_BYTES)
         except (OSError, http.client.HTTPException) as error:
             raise EngineError(f"expert server {self._name} cannot be reached: {error}") from error
         if answer.status != 200:
@@ -110,6 +118,26 @@ class Hold:
         if invitation.server != server:
             raise GoneError(f"expert server {self._name} died; another one has its URL")
         return invitation
+
+
+@contextlib.contextmanager
+def _cut_after(limit_s: float, sock: socket.socket) -> Iterator[None]:
+    """Bound how long a socket is read from: its own time-out begins anew with each piece that comes."""
+    late = threading.Event()
+
+    def cut() -> None:
+        late.set()
+        with contextlib.suppress(OSError):
+            sock.shutdown(socket.SHUT_RDWR)
+
+    timer = threading.Timer(limit_s, cut)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+    if late.is_set():
+        raise TimeoutError(f"no whole answer in {limit_s} s")
 
 
 def _read(line: bytes, type_: type[_T]) -> _T:
