@@ -12,7 +12,7 @@ import numpy as np
 
 from coterie.clock import ManualClock
 from coterie.core import ModelGeometry
-from coterie.errors import EngineError, GoneError, WireError
+from coterie.errors import EngineError, GoneError, InputError, WireError
 from coterie.experts.client import RoutingTable, Server
 from coterie.experts.protocol import Reply, Status
 from coterie.experts.transport.pending import FullError
@@ -49,6 +49,7 @@ class FakeServer:
         dead: whether it is.
         stopped: whether it is suspended, and so replies to nothing.
         slots: clients' connections that it takes.
+        tokens: most that a request may have.
         asked: requests that it got.
     """
 
@@ -58,6 +59,7 @@ class FakeServer:
     dead: bool = False
     stopped: bool = False
     slots: int = 4
+    tokens: int = 64
     asked: list = field(default_factory=list)
 
     def answer(self, request):
@@ -115,6 +117,8 @@ class FakeLink:
 
     def post(self, request):
         assert not self.busy, "a connection has one request at a time"
+        if len(request.hidden) > self.server.tokens:
+            raise InputError(f"{len(request.hidden)} tokens; the slot holds {self.server.tokens}")
         self.busy = True
         self.probes = bool((request.ids < 0).all())
         if not self.probes:

@@ -111,6 +111,29 @@ def test_a_call_that_was_cancelled_leaves_its_connections_to_the_next():
     assert not world.open
 
 
+def test_a_call_that_was_cut_for_larger_slots_is_cut_again_by_a_newer_table():
+    world = World(FakeServer(script=["die"]), FakeServer(held=[set()] * LAYERS), tokens=8)
+    remote, small, some = client(world), world.servers["b"], tokens(8)
+    started = remote.start(0, *some)
+    world.tokens, small.tokens, small.held = 3, 3, [set(range(EXPERTS))] * LAYERS
+    world.announce()
+    assert (started.finish(60) == expected(0, *some)).all()
+    assert [len(request.hidden) for request in small.asked] == [2, 3, 3]
+
+
+def test_a_request_that_does_not_fit_a_slot_leaves_nothing_under_way():
+    """Nobody's table says so, but a server may be started anew with smaller slots."""
+    world = World(FakeServer(held=without(3, 4, 5)), FakeServer(held=without(0, 1, 2), tokens=1))
+    remote = client(world)
+    with pytest.raises(InputError, match="4 tokens; the slot holds 1"):
+        remote.start(0, *tokens(5))
+    assert not any(link.busy for link in world.open)
+    world.servers["b"].tokens = 64
+    compute(remote)
+    remote.close()
+    assert not world.open
+
+
 def test_what_does_not_fit_is_refused_before_anything_is_sent():
     world = World(FakeServer())
     remote = client(world)
@@ -227,6 +250,28 @@ def test_the_directory_hears_once_of_a_server_that_does_not_reply_and_whether_th
     assert world.doubts == [("a", gone)]
 
 
+def test_a_client_s_own_work_is_no_server_s_delay():
+    """The request is on its way only while the client waits, as where it could not be sent at once."""
+    slow = FakeServer(stopped=True)
+    world = World(slow, FakeServer(held=[set()] * LAYERS))
+    some = tokens(5)
+    started = client(world).start(0, *some)
+    world.advance_to(5.0)
+    world.at(5.05, lambda: setattr(slow, "stopped", False))
+    assert (started.finish(60) == expected(0, *some)).all()
+    assert not world.doubts
+
+
+def test_patience_with_a_server_is_lost_once_for_all_calls_that_were_under_way():
+    world = World(FakeServer(stopped=True), FakeServer())
+    remote = client(world)
+    inputs = [tokens(5, seed) for seed in range(3)]
+    started = [remote.start(0, *some) for some in inputs]
+    for one, some in zip(started, inputs, strict=True):
+        assert (one.finish(60) == expected(0, *some)).all()
+    assert world.clock.now() == pytest.approx(0.1, abs=0.08)  # and 20 ms for each call, to see what has come
+
+
 def test_connecting_finds_out_who_does_not_reply(caplog):
     world = World(FakeServer(), FakeServer(stopped=True), FakeServer(slots=0))
     remote = client(world)
@@ -292,6 +337,17 @@ def test_a_request_that_a_server_finds_malformed_is_not_sent_to_others():
         compute(remote)
     assert len(world.servers["b"].asked) == 1
     assert not any(link.busy for link in world.open)
+
+
+def test_a_request_that_a_server_finds_malformed_is_an_error_of_its_own_call_alone():
+    """Whoever waits when that is heard: here a call that wants the same slot."""
+    world = World(FakeServer(script=["malformed"], slots=1))
+    remote, some = client(world), tokens(5)
+    wrong, right = (remote.start(0, *some) for _ in range(2))
+    assert (right.finish(60) == expected(0, *some)).all()
+    with pytest.raises(InputError, match="a finds a request malformed"):
+        wrong.finish(60)
+    compute(remote)
 
 
 def test_a_server_without_free_slots_is_passed_over_while_others_have_its_experts():

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 import numpy.typing as npt
 
+from coterie.errors import InputError
 from coterie.experts.client.links import Link, Pending
 from coterie.experts.client.parts import Floats, Ids, Part, total, whole
 from coterie.experts.client.table import Server
@@ -29,7 +30,7 @@ class Flight(msgspec.Struct, frozen=True, eq=False):
         part: what was sent.
         server: to whom.
         epoch: of the table by which it was chosen.
-        since_s: when.
+        waited_s: how long the client had waited for replies by then, in all.
         link: by which connection.
         pending: what waits for the reply.
     """
@@ -37,7 +38,7 @@ class Flight(msgspec.Struct, frozen=True, eq=False):
     part: Part
     server: Server
     epoch: int
-    since_s: float
+    waited_s: float
     link: Link
     pending: Pending
 
@@ -56,6 +57,7 @@ class Call:
         unsent: parts that wait for a server.
         flying: parts that are at one.
         failures: by server's name, why it did not compute a part.
+        problem: why nobody will compute it, if that was heard while another call was waited for.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class Call:
         self.unsent = [whole(ids)]
         self.flying: list[Flight] = []
         self.failures: dict[str, str] = {}
+        self.problem: InputError | None = None
         self._summed: list[tuple[Part, Floats]] = []
 
     @property

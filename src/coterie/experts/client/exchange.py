@@ -8,7 +8,7 @@ from coterie.clock import Clock
 from coterie.errors import EngineError, GoneError, InputError, WireError
 from coterie.experts.client.call import Call, Flight
 from coterie.experts.client.links import Links
-from coterie.experts.client.parts import Floats, Part, choose, split
+from coterie.experts.client.parts import Floats, Part, choose, cut, split
 from coterie.experts.client.probes import Probes
 from coterie.experts.client.standing import Servers, Standing
 from coterie.experts.client.table import Directory, RoutingTable, Server
@@ -25,7 +25,8 @@ class Patience:
     """How long a client waits before it turns to others.
 
     Attributes:
-        reply_s: for a reply, before its server is suspect.
+        reply_s: for a reply, before its server is suspect.  Only time in which the client waits counts, for whatever
+            reply: it may do other work between.
         probe_s: between empty requests to a server that is not good.
 
     Raises:
@@ -49,6 +50,7 @@ class Exchange:
         self._probes = Probes(links, self._servers, hidden)
         self._table = directory.table()
         self._me = own_identity()
+        self._waited_s = 0.0  # for replies, in all
         self._turned_away = False  # while waiting: some part is best sent again only after a while
         self._started: set[Call] = set()  # and are still wanted
 
@@ -59,26 +61,36 @@ class Exchange:
         self._probes.hear(deadline_s)
 
     def start(self, call: Call) -> None:
-        """Send what can be sent."""
+        """Send what can be sent.
+
+        Raises:
+            InputError: a request does not fit a server's slot; nothing of the call is under way then.
+        """
         self._started.add(call)
-        self._probe()
-        self._send(call)
+        try:
+            self._probe()
+            self._send(call)
+        except BaseException:
+            self.cancel(call)
+            raise
 
     def finish(self, call: Call, deadline_s: float) -> Floats:
         """Wait until all is summed up.
 
         Raises:
             EngineError: it is not by the deadline.
-            InputError: a server finds a request malformed.
+            InputError: a server finds a request malformed, or one does not fit its slot.
         """
         try:
             while True:
+                if call.problem is not None:
+                    raise call.problem
                 if call.unsent:
                     self._send(call)
                 if call.is_done:
                     return call.total()
                 now_s = self._clock.now()
-                self._wait(call, min(deadline_s, now_s + LOOK_S))
+                self._wait(call, now_s, min(deadline_s, now_s + LOOK_S))
                 if now_s >= deadline_s and not call.is_done:  # what had come by then was taken
                     raise EngineError(self._explain(call))
         finally:
@@ -103,6 +115,9 @@ class Exchange:
         parts, call.unsent = call.unsent, []
         while parts:
             part = parts.pop()
+            if len(part.ids) > table.tokens:  # it was cut by an older table
+                parts += cut(part, table.tokens)
+                continue
             chosen = choose(part, table.owners[call.layer], self._servers, table.epoch)
             for piece, server in split(part, chosen):
                 if server is None:
@@ -117,8 +132,12 @@ class Exchange:
             link = self._links.take(server)
         except (EngineError, WireError) as error:
             return error
-        pending = link.post(call.request(part, epoch, self._me))
-        call.flying.append(Flight(part, server, epoch, self._clock.now(), link, pending))
+        try:
+            pending = link.post(call.request(part, epoch, self._me))
+        except BaseException:
+            link.close()
+            raise
+        call.flying.append(Flight(part, server, epoch, self._waited_s, link, pending))
         self._servers.sent(server, part.pairs)
         return None
 
@@ -141,7 +160,7 @@ class Exchange:
 
     # --- hearing ------------------------------------------------------------------------------------
 
-    def _wait(self, call: Call, until_s: float) -> None:
+    def _wait(self, call: Call, now_s: float, until_s: float) -> None:
         """Hear what comes by then; parts that nobody can be asked for wait for a newer table, or a slot."""
         self._turned_away, hear_until_s = not call.flying, until_s
         for flight in tuple(call.flying):
@@ -150,6 +169,7 @@ class Exchange:
         if self._turned_away:
             self._directory.await_newer(self._table, until_s)
             self._hear_others(call)
+        self._waited_s += self._clock.now() - now_s
         if not call.is_done:
             self._lose_patience(call)
             self._probe()
@@ -157,8 +177,12 @@ class Exchange:
     def _hear_others(self, call: Call) -> None:
         """Take what came for other calls: the slot that this one waits for may be theirs."""
         for other in self._started - {call}:
-            for flight in tuple(other.flying):
-                self._hear(other, flight, 0.0)
+            try:
+                for flight in tuple(other.flying):
+                    self._hear(other, flight, 0.0)
+            except InputError as error:
+                other.problem = error
+                self.cancel(other)
 
     def _hear(self, call: Call, flight: Flight, until_s: float) -> bool:
         """Wait for a reply; whether its server is done with the request."""
@@ -207,9 +231,9 @@ class Exchange:
 
     def _lose_patience(self, call: Call) -> None:
         """Doubt servers that are late, and ask others where there are good ones for all of a part."""
-        late_s = self._clock.now() - self._patience.reply_s
+        late_s = self._waited_s - self._patience.reply_s
         for flight in tuple(call.flying):
-            if flight.since_s <= late_s:
+            if flight.waited_s <= late_s:
                 why = f"no reply in {self._patience.reply_s} s"
                 if self._servers.judge(flight.server, Standing.SUSPECT, why):
                     self._directory.doubt(flight.server, gone=False)

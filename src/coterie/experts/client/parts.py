@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import repeat
 
 import numpy as np
@@ -107,6 +107,16 @@ def split(part: Part, chosen: Mapping[int, Server]) -> list[tuple[Part, Server |
     ids, present = np.where(mine, part.ids, np.int32(-1)), mine.any(axis=2)
     pieces = map(_piece, repeat(part), ids, present, groups.values())
     return list(zip(pieces, groups, strict=True))
+
+
+def cut(part: Part, most: int) -> list[Part]:
+    """Divide a part into some that have at most so many tokens, one at least."""
+    return [_rows(part, slice(first, first + most)) for first in range(0, len(part.ids), most)]
+
+
+def _rows(part: Part, which: slice) -> Part:
+    ids, rows = part.ids[which], np.arange(len(part.ids)) if part.rows is None else part.rows
+    return replace(part, rows=rows[which], ids=ids, counts=Counter(ids[ids >= 0].tolist()))
 
 
 def _piece(part: Part, ids: Ids, present: npt.NDArray[np.bool_], counts: Mapping[int, int]) -> Part:
