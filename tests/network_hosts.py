@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 from coterie.shm import FOLDER
+from waiting import wait_until
 
 _CLONE_NEWNS, _CLONE_NEWNET = 0x00020000, 0x40000000
 _MS_REC, _MS_PRIVATE = 0x4000, 0x40000
@@ -84,6 +85,8 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
         hosts = Host(names[0], "10.99.0.1", "10.99.0.2"), Host(names[1], "10.99.0.2", "10.99.0.1")
         for host in hosts:
             _bring_up(host.name, "pair", host.address)
+        _await_link(names[0], "pair")
+        _await_link(names[1], "pair")
         slow = ("rate", "16mbit", "burst", "32kb", "latency", "400ms")
         _run("tc", "-n", names[0], "qdisc", "add", "dev", "pair", "root", "tbf", *slow)
         with contextlib.closing(hosts[0]), contextlib.closing(hosts[1]):
@@ -105,6 +108,8 @@ def hub_and_spokes(count: int) -> Iterator[tuple[Host, list[Host]]]:
             _link(middle, name, f"spoke{number}")
             _bring_up(middle, f"spoke{number}", near)
             _bring_up(name, "pair", far)
+            _await_link(middle, f"spoke{number}")
+            _await_link(name, "pair")
             spokes.append(open_hosts.enter_context(contextlib.closing(Host(name, far, near))))
         yield hub, spokes
 
@@ -132,3 +137,12 @@ def _link(one: str, other: str, device: str) -> None:
 def _bring_up(name: str, device: str, address: str) -> None:
     _run("ip", "-n", name, "addr", "add", f"{address}/24", "dev", device)
     _run("ip", "-n", name, "link", "set", device, "up")
+
+
+def _await_link(name: str, device: str) -> None:
+    """Both ends being up, the kernel says so a moment later; some programs look once, at their start (UCX)."""
+
+    def state() -> str:
+        return subprocess.run(("ip", "-n", name, "link", "show", device), capture_output=True, text=True).stdout
+
+    wait_until(lambda: " state UP " in state(), what=f"the link of {device} in {name}")
