@@ -69,7 +69,7 @@ class NixlClient:
     def post(self, request: Request) -> Pending:
         """Send a request, and do not wait.  What is returned must be waited for or withdrawn before the next one.
 
-        Its arrays must not change before.
+        Its arrays must not change before.  What is not sent at once is sent while a client waits for a reply.
 
         Raises:
             InputError: the request does not fit the slot, or this client is closed.
