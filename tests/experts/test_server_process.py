@@ -12,6 +12,7 @@ import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import httpx
 import numpy as np
@@ -21,13 +22,15 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from coterie.cli.experts_bench import bench, calls
 from coterie.cli.experts_serve import serve
-from coterie.errors import ConfigError, EngineError, InputError
+from coterie.errors import ConfigError, EngineError, InputError, UnsupportedError
 from coterie.experts.bench import BenchConfig, BenchRow, measure
 from coterie.experts.protocol import Request, Status
-from coterie.experts.server import ExpertServer, ModelingKernel, load_experts, parse_experts
-from coterie.experts.server.process import ServeConfig, Serving, _until
-from coterie.experts.transport import SharedClient
+from coterie.experts.server import ExpertServer, ModelingKernel, load_experts, parse_experts, process
+from coterie.experts.server.process import ServeConfig, Serving, _serve, _until
+from coterie.experts.transport import SharedClient, SharedServer
 from coterie.experts.transport.identity import own_identity
+from coterie.experts.transport.tcp import TcpServer
+from coterie.http_server import listen
 from coterie.modeling.expert_tensors import ExpertFiles
 from expert_processes import expert_server
 from running_monitor import running_monitor, until
@@ -211,14 +214,49 @@ def test_a_server_that_is_told_to_end_while_it_loads_does_not_load_on(checkpoint
         assert server.url == ""  # it printed nothing
 
 
-def test_a_server_whose_thread_has_failed_ends_with_an_error():
-    def fails(compute, timeout_s):
-        raise MemoryError("no room")
+def fails(compute, timeout_s):
+    raise MemoryError("no room")
 
+
+def test_a_server_whose_thread_has_failed_ends_with_an_error():
     serving = Serving(SimpleNamespace(step=fails), SimpleNamespace(compute=None))
     with pytest.raises(EngineError, match=r"has stopped: MemoryError\('no room'\)"):
         asyncio.run(_until(asyncio.Event(), serving))
     serving.close()
+
+
+def test_clients_that_hold_slots_by_http_are_let_go_where_a_server_stops_by_itself():
+    over = asyncio.Event()
+    serving = Serving(SimpleNamespace(step=fails), SimpleNamespace(compute=None))
+    failing = SimpleNamespace(load=lambda progress: serving, over=over, phase="joining")
+    signals = asyncio.Event(), asyncio.Event()
+    with pytest.raises(EngineError, match="has stopped"):
+        asyncio.run(_serve(failing, None, signals, lambda: None, lambda done, total: None))
+    assert over.is_set()
+
+
+@pytest.mark.parametrize("broken", ["Agent", "SharedServer", "TcpServer", "NixlServer"])
+def test_a_server_that_cannot_open_one_of_its_ways_leaves_none_open(checkpoint, monkeypatch, broken):
+    opened, threads = {}, threading.enumerate()
+    agent = Mock()
+
+    def opening(name, make):
+        def open_it(*args):
+            if name == broken:
+                raise UnsupportedError("it cannot be opened")
+            return opened.setdefault(name, make(*args))
+
+        return open_it
+
+    parts = {"listen": listen, "Agent": lambda name: agent, "SharedServer": SharedServer, "TcpServer": TcpServer}
+    for name, make in {**parts, "NixlServer": None}.items():
+        monkeypatch.setattr(process, name, opening(name, make))
+    with pytest.raises(UnsupportedError, match="it cannot be opened"):
+        process.ServerProcess(ServeConfig(checkpoint, tcp_port=0, nixl=True))
+    assert opened["listen"].fileno() == -1
+    assert agent.close.called == ("Agent" in opened)
+    assert "SharedServer" not in opened or not opened["SharedServer"].path.exists()
+    assert set(threading.enumerate()) <= set(threads)
 
 
 def test_the_checkpoint_s_files_are_not_kept_in_memory(pool):

@@ -125,14 +125,28 @@ class ServerProcess:
         geometry, known_by = self.model.geometry, bytes.fromhex(self.fingerprint)
         sizes = config.max_tokens, self.model.hidden, geometry.top_k, geometry.layers, geometry.experts
         shape = SlotShape(*sizes, fingerprint=known_by)
-        listener, agent = _tcp_listener(config), Agent(self.id) if config.nixl else None
-        self.shared = SharedServer(shape, config.slots)
-        self.tcp = TcpServer(listener, bytes.fromhex(self.id), self.shared, config.slots) if listener else None
-        self.nixl = NixlServer(agent, self.shared, config.slots) if agent else None
-        self.intake = Intake(self.shared, *(inlet for inlet in (self.tcp, self.nixl) if inlet))
+        with contextlib.ExitStack() as undo:
+            self.intake = self._open(shape, undo)
+            undo.pop_all()  # from now on `close` does it
         self.phase: Phase = "joining"
         self.over = asyncio.Event()
         self.serving: Serving | None = None
+
+    def _open(self, shape: SlotShape, undo: contextlib.ExitStack) -> Intake:
+        """Open all ways; `undo` gets what closes them again if one cannot be opened."""
+        config, listener = self.config, _tcp_listener(self.config)
+        if listener:
+            undo.callback(listener.close)
+        agent = Agent(self.id) if config.nixl else None
+        if agent:
+            undo.callback(agent.close)
+        self.shared = SharedServer(shape, config.slots)
+        undo.callback(self.shared.close)
+        self.tcp = TcpServer(listener, bytes.fromhex(self.id), self.shared, config.slots) if listener else None
+        if self.tcp:
+            undo.callback(self.tcp.close)
+        self.nixl = NixlServer(agent, self.shared, config.slots) if agent else None
+        return Intake(self.shared, *(inlet for inlet in (self.tcp, self.nixl) if inlet))
 
     @property
     def held(self) -> Held:
@@ -264,25 +278,39 @@ def run(config: ServeConfig, *, on_ready: Callable[[str, ServerProcess], None], 
 
 async def _run(config: ServeConfig, on_ready: Callable[[str, ServerProcess], None], progress: Progress) -> None:
     sys.setswitchinterval(_SWITCH_S)
-    stop, at_once = _signals()
+    signals = _signals()
+    with listen(config.host, config.port, "port") as listener:
+        notice_loss(listener)  # its connections have it, too; one of a host that is gone would keep a slot
+        process, url = ServerProcess(config), url_of(listener)
+        with contextlib.suppress(_StoppedError), contextlib.closing(process), _registered(process, url) as registration:
+            async with serving_app(app(process), listener, grace_s=_GRACE_S):
+                await _serve(process, registration, signals, lambda: on_ready(url, process), progress)
+
+
+async def _serve(
+    process: ServerProcess,
+    registration: Registration | None,
+    signals: tuple[asyncio.Event, asyncio.Event],
+    on_ready: Callable[[], None],
+    progress: Progress,
+) -> None:
+    """Load, serve, and drain; however that ends, clients that hold slots by HTTP are to leave then."""
+    stop, at_once = signals
 
     def load_on(done: int, total: int) -> None:
         if stop.is_set():
             raise _StoppedError
         progress(done, total)
 
-    with listen(config.host, config.port, "port") as listener:
-        notice_loss(listener)  # its connections have it, too; one of a host that is gone would keep a slot
-        process, url = ServerProcess(config), url_of(listener)
-        with contextlib.suppress(_StoppedError), contextlib.closing(process), _registered(process, url) as registration:
-            async with serving_app(app(process), listener, grace_s=_GRACE_S):
-                serving = await asyncio.to_thread(process.load, load_on)
-                _enter(process, "serving", registration)
-                on_ready(url, process)
-                await _until(stop, serving)
-                _enter(process, "draining", registration)
-                await _drain(process, serving, at_once, registration)
-                process.over.set()
+    try:
+        serving = await asyncio.to_thread(process.load, load_on)
+        _enter(process, "serving", registration)
+        on_ready()
+        await _until(stop, serving)
+        _enter(process, "draining", registration)
+        await _drain(process, serving, at_once, registration)
+    finally:
+        process.over.set()
 
 
 def _signals() -> tuple[asyncio.Event, asyncio.Event]:
