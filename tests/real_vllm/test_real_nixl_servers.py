@@ -133,6 +133,23 @@ def test_who_has_no_nixl_takes_tcp_or_is_told_what_to_do(checkpoint, monkeypatch
             assert isinstance(link, connections.TcpClient)
 
 
+@pytest.mark.parametrize("networks", ["nonsense", "self"])
+def test_where_no_network_serves_nixl_a_client_takes_tcp_or_is_told_what_to_do(
+    checkpoint, networks, monkeypatch, caplog
+):
+    with expert_server(checkpoint, "--nixl", "--tcp-port", "0") as both, expert_server(checkpoint, "--nixl") as nixl:
+        connect = connections.Connector(nixl.config["fingerprint"])
+        servers = [connections.Server("x", str(one.shared), one.url) for one in (both, nixl)]
+        monkeypatch.setenv("UCX_TLS", networks)
+        with contextlib.closing(connect._from_afar(servers[0])) as link:
+            assert isinstance(link, connections.TcpClient)
+        assert "server x cannot be reached by NIXL" in caplog.text
+        for _ in range(2):
+            with pytest.raises(EngineError, match=r"cannot be reached by NIXL: .*; set UCX_TLS .* with --tcp-port"):
+                connect._from_afar(servers[1])
+        until(lambda: not any(one.get("/load").json()["clients"] for one in (both, nixl)))
+
+
 def test_a_server_without_nixl_gives_no_slot(checkpoint):
     with expert_server(checkpoint) as server, pytest.raises(EngineError, match="start it with --nixl"):
         NixlClient(server.url, server.config["id"], "x")
