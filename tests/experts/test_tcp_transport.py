@@ -17,59 +17,33 @@ import numpy as np
 import pytest
 
 from coterie.errors import EngineError, GoneError, InputError, WireError
-from coterie.experts.protocol import Dtype, Reply, Request, SlotShape, Status, frames
-from coterie.experts.transport import Intake, SharedClient, SharedServer
+from coterie.experts.protocol import Dtype, Status, frames
+from coterie.experts.transport import SharedClient
 from coterie.experts.transport.tcp import TcpClient, TcpServer, server
 from running_monitor import until
+from stepped_server import DEADLINE_S, LARGE, SHAPE, SteppedServer, doubled, request
 
-SHAPE = SlotShape(tokens=4, hidden=8, top_k=2, layers=2, experts=4)
-LARGE = SlotShape(tokens=4096, hidden=1024, top_k=2, layers=2, experts=4)  # 16 MiB, more than sockets hold
-DEADLINE_S = 60
 TOKEN = b"0123456789abcdef"
 
 
-def request(value=1.0, shape=SHAPE, tokens=1, dtype=Dtype.FLOAT32):
-    ids, weights = np.zeros((tokens, 2), np.int32), np.ones((tokens, 2), np.float32)
-    return Request(0, 0, 7, np.full((tokens, shape.hidden), value).astype(dtype.numpy), ids, weights, dtype)
-
-
-def doubled(requests):
-    return [Reply(5, Status.COMPUTED, one.hidden + one.hidden, one.dtype) for one in requests]
-
-
-class Serving:
+class Serving(SteppedServer):
     """A server of both transports, which the test runs step by step, or a thread."""
 
     def __init__(self, shape=SHAPE, slots=2, port=0, token=TOKEN):
-        self.shared = SharedServer(shape, slots)
-        self.tcp = TcpServer(socket.create_server(("127.0.0.1", port)), token, self.shared, slots)
-        self.intake, self.over = Intake(self.shared, self.tcp), Event()
+        self.port, self.token = port, token
+        super().__init__(shape, slots)
+
+    def open_other(self, slots):
+        listener = socket.create_server(("127.0.0.1", self.port))
+        self.tcp = TcpServer(listener, self.token, self.shared, slots)
+        return self.tcp
 
     def client(self, unsent=None):
         return TcpClient(self.tcp.address, TOKEN, "x", unsent)
 
-    def step(self, compute=doubled):
-        """One batch."""
-        until(lambda: self.intake.step(compute, 1))
 
-    def run(self, compute=doubled):
-        while not self.over.is_set():
-            self.intake.step(compute, 0.05)
-
-
-@contextlib.contextmanager
 def serving(*args, compute=None, **kwargs):
-    one = Serving(*args, **kwargs)
-    thread = Thread(target=one.run, args=(compute or doubled,))
-    if compute:
-        thread.start()
-    try:
-        yield one
-    finally:
-        one.over.set()
-        if compute:
-            thread.join()
-        one.intake.close()
+    return Serving(*args, **kwargs).running(compute)
 
 
 @pytest.fixture

@@ -19,17 +19,15 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from coterie.errors import EngineError, GoneError, InputError, WireError
-from coterie.experts.protocol import Dtype, Reply, Request, SlotShape, State, Status, Word
+from coterie.experts.protocol import Dtype, State, Word
 from coterie.experts.server.nixl_slots import slot_for
-from coterie.experts.transport import Intake, SharedClient, SharedServer
+from coterie.experts.transport import SharedClient
 from coterie.experts.transport.nixl import Agent, NixlClient, NixlServer, handshake, server
 from coterie.http_server import listen, serving_app, url_of
 from running_monitor import until
+from stepped_server import DEADLINE_S, LARGE, SHAPE, SteppedServer, doubled, request
 
-SHAPE = SlotShape(tokens=4, hidden=8, top_k=2, layers=2, experts=4)
-LARGE = SlotShape(tokens=4096, hidden=1024, top_k=2, layers=2, experts=4)  # 16 MiB
 pytestmark = pytest.mark.usefixtures("nixl")
-DEADLINE_S = 60
 ID = "0123456789abcdef" * 2
 WAYS = {"shm": "posix,sysv,cma,self,tcp", "tcp": "tcp"}
 
@@ -45,15 +43,6 @@ def way(request, monkeypatch):
 def no_rest(monkeypatch):
     """Slots are free at once."""
     monkeypatch.setattr(server, "REST_S", 0.0)
-
-
-def request(value=1.0, shape=SHAPE, tokens=1, dtype=Dtype.FLOAT32):
-    ids, weights = np.zeros((tokens, 2), np.int32), np.ones((tokens, 2), np.float32)
-    return Request(0, 0, 7, np.full((tokens, shape.hidden), value).astype(dtype.numpy), ids, weights, dtype)
-
-
-def doubled(requests):
-    return [Reply(5, Status.COMPUTED, one.hidden + one.hidden, one.dtype) for one in requests]
 
 
 @contextlib.contextmanager
@@ -81,14 +70,13 @@ def app_of(app, ended=None):
             thread.join()
 
 
-class Serving:
+class Serving(SteppedServer):
     """A server of both transports, which the test runs step by step, or a thread."""
 
-    def __init__(self, shape, slots):
-        self.shared = SharedServer(shape, slots)
+    def open_other(self, slots):
         self.nixl = NixlServer(Agent(ID), self.shared, slots)
-        self.intake, self.over, self.ended = Intake(self.shared, self.nixl), Event(), asyncio.Event()
-        self.url = ""
+        self.ended, self.url = asyncio.Event(), ""
+        return self.nixl
 
     @property
     def app(self):
@@ -100,29 +88,11 @@ class Serving:
     def client(self, unsent=None):
         return NixlClient(self.url, ID, "x", unsent)
 
-    def step(self, compute=doubled):
-        """One batch."""
-        until(lambda: self.intake.step(compute, 1))
-
-    def run(self, compute):
-        while not self.over.is_set():
-            self.intake.step(compute, 0.05)
-
 
 @contextlib.contextmanager
 def serving(shape=SHAPE, slots=2, compute=None):
-    one = Serving(shape, slots)
-    thread = Thread(target=one.run, args=(compute,))
-    if compute:
-        thread.start()
-    try:
-        with app_of(one.app, one.ended) as one.url:
-            yield one
-    finally:
-        one.over.set()
-        if compute:
-            thread.join()
-        one.intake.close()
+    with Serving(shape, slots).running(compute) as one, app_of(one.app, one.ended) as one.url:
+        yield one
 
 
 @pytest.fixture

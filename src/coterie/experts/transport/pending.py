@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import Protocol
 
 from coterie.errors import EngineError
 from coterie.experts.protocol import Reply
@@ -48,3 +49,41 @@ class Pending(ABC):
     @abstractmethod
     def withdraw(self) -> None:
         """Want no reply any more."""
+
+
+class Asker(Protocol):
+    """A client that has one request under way at a time."""
+
+    def look(self, until_s: float) -> Reply | None:
+        """The reply to that request, if it comes by then."""
+        ...
+
+    def withdraw(self, sequence: int) -> None:
+        """Want no reply to the request of this number any more, if it is still that which is under way."""
+        ...
+
+
+class PendingAt(Pending):
+    """The request that a client has under way.
+
+    Args:
+        client: which.
+        sequence: the request's number.
+        name: as for `Pending`.
+    """
+
+    def __init__(self, client: Asker, sequence: int, name: str) -> None:
+        super().__init__(name)
+        self._client, self._sequence = client, sequence
+
+    def look(self, until_s: float) -> Reply | None:
+        """See `Pending`."""
+        try:
+            return self._client.look(until_s)
+        except BaseException:
+            self.withdraw()
+            raise
+
+    def withdraw(self) -> None:
+        """See `Pending`."""
+        self._client.withdraw(self._sequence)

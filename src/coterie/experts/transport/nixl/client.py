@@ -13,7 +13,7 @@ from coterie.experts.transport.nixl.agent import Agent, Transfer
 from coterie.experts.transport.nixl.copy import SlotCopy
 from coterie.experts.transport.nixl.handshake import Hold
 from coterie.experts.transport.nixl.pace import Pace
-from coterie.experts.transport.pending import Pending
+from coterie.experts.transport.pending import Pending, PendingAt
 
 CONNECT_S = 5.0
 """The longest that the first transfers may take, in which the agents connect."""
@@ -81,7 +81,7 @@ class NixlClient:
         self._sequence = self._wanted = self._sequence + 1
         self._pace.reset(time.monotonic())
         self._go_on_with(self._exchange(self._sequence, request))
-        return _NixlPending(self, self._sequence, self._name)
+        return PendingAt(self, self._sequence, self._name)
 
     def call(self, request: Request, timeout_s: float) -> Reply:
         """Send a request and wait for its reply: `post`, then `Pending.wait`."""
@@ -208,21 +208,3 @@ def _begin(url: str, server: str, name: str) -> tuple[Agent, Hold]:
     except BaseException:
         agent.close()
         raise
-
-
-class _NixlPending(Pending):
-    def __init__(self, client: NixlClient, sequence: int, name: str) -> None:
-        super().__init__(name)
-        self._client, self._sequence = client, sequence
-
-    def look(self, until_s: float) -> Reply | None:
-        """See `Pending`."""
-        try:
-            return self._client.look(until_s)
-        except BaseException:
-            self.withdraw()
-            raise
-
-    def withdraw(self) -> None:
-        """See `Pending`."""
-        self._client.withdraw(self._sequence)

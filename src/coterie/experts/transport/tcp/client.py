@@ -20,7 +20,7 @@ from coterie.experts.protocol.frames import (
     write_withdrawal,
 )
 from coterie.experts.protocol.layout import LINE
-from coterie.experts.transport.pending import FullError, Pending
+from coterie.experts.transport.pending import FullError, Pending, PendingAt
 from coterie.experts.transport.tcp.streams import Inbox, Outbox, Parser, prepare
 
 CONNECT_S = 2.0
@@ -81,7 +81,7 @@ class TcpClient:
         self._sequence = self._wanted = self._sequence + 1
         self._line = pieces[0]
         self._send(pieces)
-        return _TcpPending(self, self._sequence, self._name)
+        return PendingAt(self, self._sequence, self._name)
 
     def call(self, request: Request, timeout_s: float) -> Reply:
         """Send a request and wait for its reply: `post`, then `Pending.wait`."""
@@ -171,24 +171,6 @@ class TcpClient:
 
     def _lost(self, error: OSError) -> EngineError:
         return EngineError(f"expert server {self._name}: connection lost: {error}")
-
-
-class _TcpPending(Pending):
-    def __init__(self, client: TcpClient, sequence: int, name: str) -> None:
-        super().__init__(name)
-        self._client, self._sequence = client, sequence
-
-    def look(self, until_s: float) -> Reply | None:
-        """See `Pending`."""
-        try:
-            return self._client.look(until_s)
-        except BaseException:
-            self.withdraw()
-            raise
-
-    def withdraw(self) -> None:
-        """See `Pending`."""
-        self._client.withdraw(self._sequence)
 
 
 def _connect(address: tuple[str, int], name: str) -> socket.socket:
