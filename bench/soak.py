@@ -43,6 +43,9 @@ STEADY = 0.25
 """Part of the run after which memory is expected to be flat: caches and pools have filled."""
 
 MEMORY_MIB_PER_HOUR = 40.0
+FILL_MIB = 3.0
+"""What memory may grow by in all, however fast: in the first minutes pools and the allocator's arenas still fill."""
+
 PATIENCE = {"prefill_timeout_s": 4.0, "first_byte_timeout_s": 4.0, "idle_timeout_s": 4.0}
 """Above what a busy machine takes for a step, so that only what hangs runs into it."""
 
@@ -73,7 +76,8 @@ class Result:
         """What must not have been; empty for a good run."""
         bad = [f"{self.ends[end]} requests {end}" for end in ("cut", "wrong") if self.ends[end]]
         growth, error = slope_per_hour(self.memory_mib)
-        if growth - 2 * error > MEMORY_MIB_PER_HOUR:
+        grown_mib = growth * (1 - STEADY) * len(self.memory_mib) / 3600
+        if growth - 2 * error > MEMORY_MIB_PER_HOUR and grown_mib > FILL_MIB:
             bad.append(f"memory grows by {growth:.0f} +- {error:.0f} MiB an hour")
         growth, error = slope_per_hour([float(count) for count in self.descriptors])
         if growth - 2 * error > 10:

@@ -1,5 +1,6 @@
 """A cluster under load and random faults for minutes, and what would be found."""
 
+import math
 import sys
 
 import pytest
@@ -26,6 +27,14 @@ def test_memory_that_grows_is_found():
 def test_growth_while_caches_fill_is_no_leak():
     filling = [min(i, 140) + 100.0 for i in range(600)]
     assert soak.Result(1.0, memory_mib=filling, descriptors=[9] * 600).problems() == []
+
+
+def test_a_short_run_may_fill_pools_and_finds_a_leak_of_a_few_kib_a_request():
+    filling = [96 - 4 * math.exp(-second / 60) for second in range(120)]  # still by 40 MiB an hour in its last 30 s
+    assert soak.slope_per_hour(filling)[0] > 40
+    assert soak.Result(1.0, memory_mib=filling, descriptors=[9] * 120).problems() == []
+    leaking = [92 + second * 20 * 3 / 1024 for second in range(120)]  # 3 KiB of each of 20 requests a second
+    assert len(soak.Result(1.0, memory_mib=leaking, descriptors=[9] * 120).problems()) == 1
 
 
 def test_a_wrong_text_and_a_cut_stream_are_found():
