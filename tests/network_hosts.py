@@ -47,7 +47,8 @@ class Host:
         peer: the address of the other end.
     """
 
-    def __init__(self, name: str, address: str, peer: str) -> None:
+    def __init__(self, name: str, address: str, peer: str, far_end: tuple[str, str] | None = None) -> None:
+        self._far_end = far_end  # of the link: its namespace and device
         self.name = name
         self.address = address
         self.peer = peer
@@ -56,6 +57,9 @@ class Host:
     def set_link(self, state: str) -> None:
         """Switch its end of the link `up` or `down`; what is sent then is lost, and nobody is told."""
         _run("ip", "-n", self.name, "link", "set", "pair", state)
+        if state == "up" and self._far_end is not None:
+            _await_link(self.name, "pair")
+            _await_link(*self._far_end)
 
     def call(self, function, *arguments, **named):
         """What a function that opens connections gives here."""
@@ -82,7 +86,10 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
         raise PermissionError("tc (iproute2) is not installed")
     with _namespaces(2) as names:
         _link(*names, "pair")
-        hosts = Host(names[0], "10.99.0.1", "10.99.0.2"), Host(names[1], "10.99.0.2", "10.99.0.1")
+        hosts = (
+            Host(names[0], "10.99.0.1", "10.99.0.2", (names[1], "pair")),
+            Host(names[1], "10.99.0.2", "10.99.0.1", (names[0], "pair")),
+        )
         for host in hosts:
             _bring_up(host.name, "pair", host.address)
         _await_link(names[0], "pair")
@@ -110,7 +117,9 @@ def hub_and_spokes(count: int) -> Iterator[tuple[Host, list[Host]]]:
             _bring_up(name, "pair", far)
             _await_link(middle, f"spoke{number}")
             _await_link(name, "pair")
-            spokes.append(open_hosts.enter_context(contextlib.closing(Host(name, far, near))))
+            spokes.append(
+                open_hosts.enter_context(contextlib.closing(Host(name, far, near, (middle, f"spoke{number}"))))
+            )
         yield hub, spokes
 
 
