@@ -30,10 +30,19 @@ class SteppedServer:
 
     def __init__(self, shape=SHAPE, slots=2):
         self.shared = SharedServer(shape, slots)
-        self.intake, self.over = Intake(self.shared, self.open_other(slots)), Event()
+        self.other = self.open_other(slots)
+        self.intake, self.over = Intake(self.shared, self.other), Event()
 
     def open_other(self, slots):
         raise NotImplementedError
+
+    def has(self, client, pending):
+        """Whether it has a client's request, for which no reply is there."""
+        return pending.look(0) is None and self.intake.waiting
+
+    def forgot(self, client):
+        """Whether it heard that a client withdrew its request."""
+        return not self.intake.waiting
 
     def step(self, compute=doubled):
         """One batch."""

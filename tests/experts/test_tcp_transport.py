@@ -16,10 +16,10 @@ from threading import Event, Thread
 import numpy as np
 import pytest
 
-from coterie.errors import EngineError, GoneError, InputError, WireError
-from coterie.experts.protocol import Dtype, Status, frames
-from coterie.experts.transport import SharedClient
+from coterie.errors import EngineError, GoneError, WireError
+from coterie.experts.protocol import Status, frames
 from coterie.experts.transport.tcp import TcpClient, TcpServer, server
+from link_laws import LinkLaws
 from running_monitor import until
 from stepped_server import DEADLINE_S, LARGE, SHAPE, SteppedServer, doubled, request
 
@@ -35,11 +35,13 @@ class Serving(SteppedServer):
 
     def open_other(self, slots):
         listener = socket.create_server(("127.0.0.1", self.port))
-        self.tcp = TcpServer(listener, self.token, self.shared, slots)
-        return self.tcp
+        return TcpServer(listener, self.token, self.shared, slots)
+
+    def has(self, client, pending):  # it is read, and not only one before it
+        return super().has(client, pending) and self.other._posted
 
     def client(self, unsent=None):
-        return TcpClient(self.tcp.address, TOKEN, "x", unsent)
+        return TcpClient(self.other.address, TOKEN, "x", unsent)
 
 
 def serving(*args, compute=None, **kwargs):
@@ -63,7 +65,7 @@ def busy():
 @contextlib.contextmanager
 def raw(one, hello=True):
     """A connection on which the test writes bytes; with a slot, if it says hello."""
-    with socket.create_connection(one.tcp.address, DEADLINE_S) as sock:
+    with socket.create_connection(one.other.address, DEADLINE_S) as sock:
         if hello:
             sock.sendall(frames.write_call(TOKEN))
             assert frames.read_answer(sock.recv(64, socket.MSG_WAITALL)) == (frames.Welcome.IN, SHAPE, 2)
@@ -83,100 +85,23 @@ def written(sequence, value=1.0):
     return b"".join(frames.write_request(SHAPE, sequence, request(value)))
 
 
-@pytest.mark.parametrize("dtype", Dtype)
-@pytest.mark.parametrize("tokens", [0, 1, 4])
-def test_a_reply_has_the_bits_of_that_by_shared_memory(busy, tokens, dtype):
-    sent = request(3, tokens=tokens, dtype=dtype)
-    clients = busy.client(), SharedClient(busy.shared.path)
-    by_tcp, shared = (client.call(sent, DEADLINE_S) for client in clients)
-    assert (by_tcp.epoch, by_tcp.status, by_tcp.dtype) == (shared.epoch, shared.status, shared.dtype)
-    assert by_tcp.sums.tobytes() == shared.sums.tobytes()
-    clients[0].close()
-
-
-def test_requests_that_are_ready_together_are_computed_together_whatever_brought_them(idle):
-    client = idle.client()
-    pending = client.post(request(1)), SharedClient(idle.shared.path).post(request(2))
-    until(lambda: idle.intake.waiting == 2)
-    assert idle.intake.clients == 2
-    assert idle.intake.step(doubled, 1) == 2
-    assert [one.wait(time.monotonic() + DEADLINE_S).sums.max() for one in pending] == [2, 4]
-    client.close()
-
-
-def test_each_client_gets_the_reply_to_its_own_request(busy):
-    clients = [busy.client() for _ in range(2)]
-    for value in range(20):
-        pending = [client.post(request(10 * value + place)) for place, client in enumerate(clients)]
-        for place, one in enumerate(pending):
-            assert (one.wait(time.monotonic() + DEADLINE_S).sums == 2 * (10 * value + place)).all()
-    for client in clients:
-        client.close()
-
-
-def test_a_request_that_was_withdrawn_while_it_was_computed_gets_no_reply(idle):
-    client = idle.client()
-    first, second = client.post(request(5)), []
-
-    def compute_late(requests):
-        first.withdraw()
-        second.append(client.post(request(7)))
-        until(lambda: idle.tcp._posted)  # the server has read both
-        return doubled(requests)
-
-    idle.step(compute_late)
-    assert second[0].look(0) is None
-    idle.step()
-    assert (second[0].wait(time.monotonic() + DEADLINE_S).sums == 14).all()
-    client.close()
-
-
-def test_a_late_reply_that_is_on_its_way_is_not_taken_for_that_to_the_next_request(idle):
-    client = idle.client()
-    first = client.post(request(5))
-    idle.step()
-    until(lambda: not idle.intake.waiting)  # it was sent
-    first.withdraw()
-    second = client.post(request(7))
-    assert second.look(0) is None
-    idle.step()
-    assert (second.wait(time.monotonic() + DEADLINE_S).sums == 14).all()
-    client.close()
+class TestTcp(LinkLaws):
+    full = "all 2 slots for TCP are taken"
 
 
 def test_a_request_that_its_client_withdrew_is_not_computed(idle):
     client = idle.client()
     client.post(request()).withdraw()
     pending = client.post(request(4))
-    until(lambda: idle.tcp._connections and next(iter(idle.tcp._connections.values())).wanted == 2)
+    until(lambda: idle.other._connections and next(iter(idle.other._connections.values())).wanted == 2)
     assert idle.intake.step(doubled, 1) == 1
     assert (pending.wait(time.monotonic() + DEADLINE_S).sums == 8).all()
     client.close()
 
 
-def test_a_server_that_does_not_reply_costs_the_time_that_was_given(idle):
-    client = idle.client()
-    with pytest.raises(EngineError, match="did not reply in time"):
-        client.call(request(), timeout_s=0.03)
-    until(lambda: not idle.intake.waiting)  # it has heard of it
-    client.close()
-
-
-def test_a_client_finds_no_slot_where_all_are_taken_and_one_where_one_was_left(idle):
-    first, second = idle.client(), idle.client()
-    with pytest.raises(EngineError, match="all 2 slots for TCP are taken"):
-        idle.client()
-    first.close()
-    with pytest.raises(InputError, match="closed"):
-        first.post(request())
-    until(lambda: idle.tcp.clients == 1)
-    idle.client().close()
-    second.close()
-
-
 def test_a_client_that_means_another_server_is_told_so(idle):
     with pytest.raises(GoneError, match="another one has its port"):
-        TcpClient(idle.tcp.address, secrets.token_bytes(16), "x")
+        TcpClient(idle.other.address, secrets.token_bytes(16), "x")
 
 
 def test_where_nobody_listens_there_is_one_error():
@@ -194,7 +119,7 @@ def deaf(*servers):
     """Servers that read nothing meanwhile."""
     hears = Event()
     for one in servers:
-        one.tcp._serve = lambda *args, serve=one.tcp._serve: (hears.wait(DEADLINE_S), serve(*args))
+        one.other._serve = lambda *args, serve=one.other._serve: (hears.wait(DEADLINE_S), serve(*args))
     try:
         yield
     finally:
@@ -259,7 +184,7 @@ def test_a_client_that_does_not_read_its_reply_holds_up_nobody_and_is_not_read_u
         pending = slow.post(request(shape=LARGE, tokens=4096))
         while slow._outbox:
             slow._send(())
-        until(lambda: any(connection._outbox for connection in tuple(one.tcp._connections.values())))
+        until(lambda: any(connection._outbox for connection in tuple(one.other._connections.values())))
         assert (quick.call(request(2, shape=LARGE), DEADLINE_S).sums == 4).all()
         assert (pending.wait(time.monotonic() + DEADLINE_S).sums == 2).all()
         slow.close()
@@ -297,7 +222,7 @@ def test_who_breaks_the_protocol_is_cut_off_and_others_are_served(busy, hello, d
         with contextlib.suppress(ConnectionError):
             sock.sendall(data)
         closed(sock)
-    until(lambda: len(busy.tcp._connections) == 1)
+    until(lambda: len(busy.other._connections) == 1)
     assert "is cut off" in caplog.text
     assert (client.call(request(3), DEADLINE_S).sums == 6).all()
     client.close()
@@ -306,8 +231,8 @@ def test_who_breaks_the_protocol_is_cut_off_and_others_are_served(busy, hello, d
 def test_a_peer_that_says_nothing_is_cut_off_and_takes_no_slot(monkeypatch, caplog):
     monkeypatch.setattr(server, "HELLO_S", 0.05)
     with serving(compute=doubled) as one, raw(one, hello=False) as sock:
-        until(lambda: one.tcp._connections)
-        assert one.tcp.clients == 0
+        until(lambda: one.other._connections)
+        assert one.other.clients == 0
         assert closed(sock) == b""
     assert "no hello" in caplog.text
 
@@ -315,7 +240,7 @@ def test_a_peer_that_says_nothing_is_cut_off_and_takes_no_slot(monkeypatch, capl
 def test_newcomers_beyond_a_number_are_closed_at_once(monkeypatch):
     monkeypatch.setattr(server, "NEWCOMERS", 1)
     with serving() as one, raw(one, hello=False):
-        until(lambda: one.tcp._connections)
+        until(lambda: one.other._connections)
         with raw(one, hello=False) as second:
             assert closed(second) == b""
 
@@ -344,8 +269,8 @@ def test_who_asks_again_before_the_reply_gets_only_the_last_one(idle):
     with raw(idle) as sock:
         for number in range(1, 50):
             sock.sendall(written(number, number))
-        until(lambda: next(iter(idle.tcp._connections.values())).wanted == 49)
-        assert len(idle.tcp._posted) == 1
+        until(lambda: next(iter(idle.other._connections.values())).wanted == 49)
+        assert len(idle.other._posted) == 1
         idle.step()
         data = sock.recv(96, socket.MSG_WAITALL)
         assert frames.read_reply_head(SHAPE, data[:64]).sequence == 49
@@ -406,7 +331,7 @@ def test_what_is_no_expert_server_is_refused():
 
 def test_a_thread_that_stops_by_itself_stops_the_server(idle, monkeypatch):
     monkeypatch.setattr(TcpServer, "_accept", lambda *_: 1 / 0)
-    socket.create_connection(idle.tcp.address).close()
+    socket.create_connection(idle.other.address).close()
     with pytest.raises(EngineError, match="reads no more from TCP: ZeroDivisionError"):
         until(lambda: idle.intake.step(doubled, 1))
 
@@ -433,7 +358,7 @@ def other_process(script):
         process.communicate()
 
 
-SERVE = "one = Serving(port={port}, token={token!r}); print(one.tcp.address[1], flush=True); one.run()"
+SERVE = "one = Serving(port={port}, token={token!r}); print(one.other.address[1], flush=True); one.run()"
 
 
 def test_a_server_that_was_killed_is_found_out_and_one_at_its_port_is_not_taken_for_it():
@@ -470,8 +395,8 @@ def test_a_server_that_was_suspended_replies_to_what_is_still_wanted_when_it_goe
 
 
 def test_the_slot_of_a_client_that_was_killed_is_free_at_once_and_its_request_not_computed(idle):
-    script = f"client = TcpClient({idle.tcp.address!r}, TOKEN, 'x'); client.post(request()); print(flush=True)"
+    script = f"client = TcpClient({idle.other.address!r}, TOKEN, 'x'); client.post(request()); print(flush=True)"
     with other_process(f"{script}; time.sleep(60)"):
         until(lambda: idle.intake.waiting)
-    until(lambda: not idle.tcp.clients)
+    until(lambda: not idle.other.clients)
     assert idle.intake.step(doubled, 0) == 0

@@ -18,12 +18,12 @@ from starlette.applications import Starlette
 from starlette.responses import Response
 from starlette.routing import Route
 
-from coterie.errors import EngineError, GoneError, InputError, WireError
-from coterie.experts.protocol import Dtype, State, Word
+from coterie.errors import EngineError, GoneError, WireError
+from coterie.experts.protocol import State, Word
 from coterie.experts.server.nixl_slots import slot_for
-from coterie.experts.transport import SharedClient
 from coterie.experts.transport.nixl import Agent, NixlClient, NixlServer, handshake, server
 from coterie.http_server import listen, serving_app, url_of
+from link_laws import LinkLaws
 from running_monitor import until
 from stepped_server import DEADLINE_S, LARGE, SHAPE, SteppedServer, doubled, request
 
@@ -74,14 +74,20 @@ class Serving(SteppedServer):
     """A server of both transports, which the test runs step by step, or a thread."""
 
     def open_other(self, slots):
-        self.nixl = NixlServer(Agent(ID), self.shared, slots)
         self.ended, self.url = asyncio.Event(), ""
-        return self.nixl
+        return NixlServer(Agent(ID), self.shared, slots)
+
+    def has(self, client, pending):  # which sends on meanwhile
+        return super().has(client, pending) and not client._unsent
+
+    def forgot(self, client):
+        client.go_on()
+        return super().forgot(client)
 
     @property
     def app(self):
         async def slot(request):
-            return slot_for(self.nixl, ID, request.query_params.get("server"), self.ended)
+            return slot_for(self.other, ID, request.query_params.get("server"), self.ended)
 
         return Starlette(routes=[Route(handshake.PATH, slot)])
 
@@ -109,115 +115,30 @@ def busy():
         yield one
 
 
-def arrived(one, client, pending):
-    """Whether the server has the client's request; the client sends on meanwhile."""
-    return pending.look(0) is None and not client._unsent and one.intake.waiting
-
-
-@pytest.mark.parametrize("dtype", Dtype)
-def test_a_reply_has_the_bits_of_that_by_shared_memory(busy, dtype):
-    clients = busy.client(), SharedClient(busy.shared.path)
-    for tokens in (0, 1, 3, 4):
-        sent = request(3, tokens=tokens, dtype=dtype)
-        by_nixl, shared = (client.call(sent, DEADLINE_S) for client in clients)
-        assert (by_nixl.epoch, by_nixl.status, by_nixl.dtype) == (shared.epoch, shared.status, shared.dtype)
-        assert by_nixl.sums.tobytes() == shared.sums.tobytes()
-    clients[0].close()
-
-
-def test_requests_that_are_ready_together_are_computed_together_whatever_brought_them(idle):
-    client = idle.client()
-    pending = client.post(request(1))
-    until(lambda: arrived(idle, client, pending))
-    by_shared = SharedClient(idle.shared.path).post(request(2))
-    assert (idle.intake.clients, idle.intake.waiting) == (2, 2)
-    assert idle.intake.step(doubled, 1) == 2
-    assert [one.wait(time.monotonic() + DEADLINE_S).sums.max() for one in (pending, by_shared)] == [2, 4]
-    client.close()
-
-
-def test_each_client_gets_the_reply_to_its_own_request(busy):
-    unsent = set()
-    clients = [busy.client(unsent) for _ in range(2)]
-    for value in range(20):
-        pending = [client.post(request(10 * value + place)) for place, client in enumerate(clients)]
-        for place, one in enumerate(pending):
-            assert (one.wait(time.monotonic() + DEADLINE_S).sums == 2 * (10 * value + place)).all()
-    for client in clients:
-        client.close()
-
-
-def test_a_request_that_was_withdrawn_while_it_was_computed_gets_no_reply(idle):
-    client = idle.client()
-    first, second = client.post(request(5)), []
-    until(lambda: arrived(idle, client, first))
-
-    def compute_late(requests):
-        first.withdraw()
-        second.append(client.post(request(7)))
-        until(lambda: arrived(idle, client, second[0]))
-        return doubled(requests)
-
-    idle.step(compute_late)
-    assert second[0].look(0) is None
-    idle.step()
-    assert (second[0].wait(time.monotonic() + DEADLINE_S).sums == 14).all()
-    client.close()
-
-
-def test_a_late_reply_is_not_taken_for_that_to_the_next_request(idle):
-    client = idle.client()
-    first = client.post(request(5))
-    until(lambda: arrived(idle, client, first))
-    idle.step()
-    first.withdraw()
-    second = client.post(request(7))
-    assert second.look(time.monotonic() + 0.05) is None
-    idle.step()
-    assert (second.wait(time.monotonic() + DEADLINE_S).sums == 14).all()
-    client.close()
+class TestNixl(LinkLaws):
+    full = "no slot for NIXL is free"
 
 
 def test_a_request_that_its_client_withdrew_is_not_computed(idle):
     client = idle.client()
     first = client.post(request())
-    until(lambda: arrived(idle, client, first))
+    until(lambda: idle.has(client, first))
     first.withdraw()
     until(lambda: (client.go_on(), not idle.intake.waiting)[1])
     pending = client.post(request(4))
-    until(lambda: arrived(idle, client, pending))
+    until(lambda: idle.has(client, pending))
     assert idle.intake.step(doubled, 1) == 1
     assert (pending.wait(time.monotonic() + DEADLINE_S).sums == 8).all()
     client.close()
 
 
-def test_a_server_that_does_not_reply_costs_the_time_that_was_given(idle):
-    client = idle.client()
-    with pytest.raises(EngineError, match="did not reply in time"):
-        client.call(request(), timeout_s=0.03)
-    until(lambda: (client.go_on(), not idle.intake.waiting)[1])  # it has heard of it
-    client.close()
-
-
-def test_a_client_finds_no_slot_where_all_are_taken_and_one_where_one_was_left(idle):
-    first, second = idle.client(), idle.client()
-    with pytest.raises(EngineError, match="no slot for NIXL is free"):
-        idle.client()
-    first.close()
-    with pytest.raises(InputError, match="closed"):
-        first.post(request())
-    until(lambda: idle.nixl.clients == 1)
-    idle.client().close()
-    second.close()
-
-
 def test_a_slot_rests_before_it_is_given_to_another_client(monkeypatch):
     monkeypatch.setattr(server, "REST_S", 5.0)
     with serving(slots=1) as one:
-        assert one.nixl.claim(100.0) == 0
-        one.nixl.release(0, 200.0)
-        assert one.nixl.claim(204.9) is None
-        assert one.nixl.claim(205.0) == 0
+        assert one.other.claim(100.0) == 0
+        one.other.release(0, 200.0)
+        assert one.other.claim(204.9) is None
+        assert one.other.claim(205.0) == 0
 
 
 def test_the_next_client_of_a_slot_has_numbers_that_the_last_one_has_not(busy):
@@ -225,10 +146,10 @@ def test_the_next_client_of_a_slot_has_numbers_that_the_last_one_has_not(busy):
     for _ in range(3):
         first.call(request(), DEADLINE_S)
     first.close()
-    until(lambda: not busy.nixl.clients)
+    until(lambda: not busy.other.clients)
     for place in (1, 0):  # the slot that was free for longest comes first
-        assert busy.nixl.claim(time.monotonic()) == place
-        assert busy.nixl.invite(place).sequence == server._SKIPPED + (server._SKIPPED + 3 if place == 0 else 0)
+        assert busy.other.claim(time.monotonic()) == place
+        assert busy.other.invite(place).sequence == server._SKIPPED + (server._SKIPPED + 3 if place == 0 else 0)
 
 
 def test_a_client_that_means_another_server_is_told_so(idle):
@@ -263,7 +184,7 @@ def deaf(*servers, monkeypatch):
     hears = Event()
     with monkeypatch.context() as patch:
         for one in servers:
-            patch.setattr(one.nixl, "_look", lambda pace: hears.wait(DEADLINE_S))
+            patch.setattr(one.other, "_look", lambda pace: hears.wait(DEADLINE_S))
         try:
             yield
         finally:
@@ -363,8 +284,8 @@ def test_a_server_that_can_look_at_its_slots_no_more_says_so(idle):
     def fail():
         raise OSError("no network")
 
-    idle.nixl._agent.progress = fail
-    idle.nixl.claim(time.monotonic())  # so that it looks
+    idle.other._agent.progress = fail
+    idle.other.claim(time.monotonic())  # so that it looks
     with pytest.raises(EngineError, match=r"looks at its slots for NIXL no more: OSError\('no network'\)"):
         until(lambda: idle.intake.step(doubled, 1))
 
@@ -372,8 +293,8 @@ def test_a_server_that_can_look_at_its_slots_no_more_says_so(idle):
 def test_a_reply_that_names_another_request_is_not_taken(idle):
     client = idle.client()
     pending = client.post(request())
-    until(lambda: arrived(idle, client, pending))
-    slot = next(iter(idle.nixl._slots))
+    until(lambda: idle.has(client, pending))
+    slot = next(iter(idle.other._slots))
     slot.write_reply(77, doubled([request()])[0])
     number = client._sequence
     assert slot.swap(Word.STATE, number << 8 | State.READY, number << 8 | State.DONE)
@@ -391,11 +312,11 @@ def test_a_reply_that_names_another_request_is_not_taken(idle):
     ],
 )
 def test_an_invitation_is_checked(idle, changes, error, message, monkeypatch):
-    invite = idle.nixl.invite
-    monkeypatch.setattr(idle.nixl, "invite", lambda place: msgspec.structs.replace(invite(place), **changes))
+    invite = idle.other.invite
+    monkeypatch.setattr(idle.other, "invite", lambda place: msgspec.structs.replace(invite(place), **changes))
     with pytest.raises(error, match=message):
         idle.client()
-    until(lambda: not idle.nixl.clients)
+    until(lambda: not idle.other.clients)
 
 
 @pytest.mark.parametrize("line", [b"", b"[]", b"{" * 100_000, b'"' + b"x" * (2 << 20), b"\xff\xfe"], ids=range(5))
@@ -415,17 +336,17 @@ def test_a_client_whose_process_is_killed_leaves_its_slot(idle):
     command = [sys.executable, "-c", code + "print(1, flush=True); time.sleep(100)", idle.url, ID, "x"]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         assert process.stdout.readline() == b"1\n"
-        assert idle.nixl.clients == 1
+        assert idle.other.clients == 1
         process.kill()
-    until(lambda: not idle.nixl.clients)
+    until(lambda: not idle.other.clients)
 
 
 def test_nobody_looks_at_slots_that_nobody_has(idle):
     looks = []
-    look = idle.nixl._look
-    idle.nixl._look = lambda pace: (looks.append(1), look(pace))
+    look = idle.other._look
+    idle.other._look = lambda pace: (looks.append(1), look(pace))
     idle.client().close()
-    until(lambda: not idle.nixl.clients)
+    until(lambda: not idle.other.clients)
     until(lambda: looks)
     time.sleep(0.05)  # the last look ends
     count = len(looks)
